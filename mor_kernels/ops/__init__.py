@@ -1,0 +1,48 @@
+"""The operators: plain functions over registered ops, usable in any model.
+
+Each checks its arguments, is differentiable, compiles with ``torch.compile(fullgraph=True)`` and never waits for the
+device. ``backend=`` or the environment variable ``MOR_BACKEND`` names a backend, which is then used or refused.
+"""
+
+from .attention import attention, attention_varlen
+from .gather import gather
+from .kv import kv_append, kv_append_, kv_lookup
+from .losses import (
+    aux_loss,
+    balance_loss,
+    dead_token_ratio,
+    max_vio,
+    router_bias_update,
+    routing_entropy,
+    sampling_accuracy,
+    z_loss,
+)
+from .pack import Depths, Packed, choose_depths, pack_depths
+from .rope import rope
+from .route import Routed, route
+from .scatter_back import scatter_back
+
+__all__ = [
+    "Depths",
+    "Packed",
+    "Routed",
+    "attention",
+    "attention_varlen",
+    "aux_loss",
+    "balance_loss",
+    "choose_depths",
+    "dead_token_ratio",
+    "gather",
+    "kv_append",
+    "kv_append_",
+    "kv_lookup",
+    "max_vio",
+    "pack_depths",
+    "rope",
+    "route",
+    "router_bias_update",
+    "routing_entropy",
+    "sampling_accuracy",
+    "scatter_back",
+    "z_loss",
+]

@@ -1,0 +1,76 @@
+"""One schema an op, backends plug in, and a backend that the caller named is never replaced by another.
+
+An op is declared once with :func:`define`: its ``torch.library`` schema, its fake implementation (shapes and dtypes, for
+``torch.compile`` and ``opcheck``) and one function a backend. The public function of the op checks its arguments, asks
+:func:`resolve` which backend serves the call, and hands that name to the registered op as its last argument.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+BACKENDS = ("eager", "triton", "cuda")
+NAMESPACE = "mor_kernels"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_implementations: dict[str, dict[str, Callable]] = {}
+
+# Read once: an environment variable read inside a compiled function would be frozen into the graph without notice.
+_default_backend = os.environ.get("MOR_BACKEND", "auto")
+
+
+def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
+    """Declare ``mor_kernels::<schema>`` and return the callable op.
+
+    ``schema`` ends with ``str backend``; ``fake`` and every backend's function take the arguments before it.
+    """
+    name = schema.partition("(")[0]
+    _implementations[name] = backends
+
+    def run(*args):
+        *arguments, backend = args
+        device = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
+        if torch.is_autocast_enabled(device):  # an implementation chooses its own precision
+            with torch.autocast(device, enabled=False):
+                return _implementations[name][backend](*arguments)
+        return _implementations[name][backend](*arguments)
+
+    def run_fake(*args):
+        return fake(*args[:-1])
+
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", run_fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def unavailable(backend: str, op: str | None = None, device: torch.device | str | None = None) -> str | None:
+    """Why ``backend`` can't serve ``op`` (any op if None) on ``device``; None if it can."""
+    if backend not in BACKENDS:
+        return f"expected one of {', '.join(BACKENDS)} or auto, got {backend!r}"
+    if not any(backend in table for name, table in _implementations.items() if op in (None, name)):
+        return f"this version has no {backend} implementation of {op or 'any op'}"
+    if backend == "eager":
+        return None
+    if backend == "triton" and torch.device(device or "cuda").type == "cpu":
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else "on the CPU it needs TRITON_INTERPRET=1"
+    return None if torch.cuda.is_available() else "no CUDA device is visible"
+
+
+def resolve(op: str, backend: str | None, tensor: torch.Tensor) -> str:
+    """The backend that serves ``op`` for ``tensor``: the one named by ``backend=`` or ``MOR_BACKEND``, or the best there.
+
+    Raises:
+        RuntimeError: a backend was named and isn't there, with the reason.
+    """
+    named = backend or _default_backend
+    if named == "auto":
+        return "eager"
+    reason = unavailable(named, op, tensor.device)
+    if reason is not None:
+        source = "backend" if backend else "MOR_BACKEND"
+        raise RuntimeError(f"{op}: {source}={named!r} is not available: {reason}")
+    return named

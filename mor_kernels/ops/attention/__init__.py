@@ -1,0 +1,183 @@
+"""Attention of a subset of the queries over shared keys/values (paper, section "KV Caching Strategies").
+
+A query at position p sees the keys with index <= p. Positions are arguments, never guessed from a causal flag: among
+kept tokens in ascending order a query's position is simply its own index (recursion-wise caching); over the keys and
+values of the first recursion it is the token's absolute position (recursive sharing).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import define, resolve
+from . import eager
+
+
+def _lse(q, *shape):
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _like_inputs(d_out, d_lse, q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_forward = define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? q_positions, Tensor? q_lens, Tensor? k_lens, float scale, "
+    "str backend) -> (Tensor out, Tensor lse)",
+    fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
+    eager=eager.attention,
+)
+_backward = define(
+    "attention_backward(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? q_positions, Tensor? q_lens, Tensor? k_lens, float scale, str backend)"
+    " -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    fake=_like_inputs,
+    eager=eager.attention_backward,
+)
+_forward_varlen = define(
+    "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend) -> (Tensor out, Tensor lse)",
+    fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
+    eager=eager.attention_varlen,
+)
+_backward_varlen = define(
+    "attention_varlen_backward(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? q_positions, "
+    "float scale, str backend) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    fake=_like_inputs,
+    eager=eager.attention_varlen_backward,
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, q_positions, q_lens, k_lens, scale, backend):
+        out, lse = _forward(q, k, v, q_positions, q_lens, k_lens, scale, backend)
+        ctx.save_for_backward(q, k, v, out, lse, q_positions, q_lens, k_lens)
+        ctx.scalars = (scale, backend)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out, d_lse):
+        return (*_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars), *[None] * 5)
+
+
+class _AttentionVarlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend):
+        out, lse = _forward_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend
+        )
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, q_positions)
+        ctx.scalars = (max_seqlen_q, max_seqlen_k, scale, backend)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out, d_lse):
+        *tensors, q_positions = ctx.saved_tensors
+        max_seqlen_q, max_seqlen_k, scale, backend = ctx.scalars
+        gradients = _backward_varlen(
+            d_out, d_lse, *tensors, max_seqlen_q, max_seqlen_k, q_positions, scale, backend
+        )
+        return (*gradients, *[None] * 7)
+
+
+def _prepare(op, lead, q, k, v, softmax_scale):
+    """Checks that both forms share; q, k, v as autocast wants them, and the scale."""
+    _checks.tensor(op, "q", q, (*lead, "Tq", "H", "d"))
+    heads, width = q.shape[-2:]
+    _checks.tensor(op, "k", k, (*[q.shape[0]] * len(lead), "Tk", "G", width), like=q)
+    _checks.tensor(op, "v", v, tuple(k.shape), like=q)
+    groups = k.shape[-2]
+    if groups == 0 or heads % groups:
+        _checks.fail(op, "k", f"a number of heads that divides the {heads} query heads", groups)
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            _checks.fail(op, name, f"the dtype of q, {q.dtype}", t.dtype)
+    return q, k, v, width**-0.5 if softmax_scale is None else float(softmax_scale)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_positions: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    k_lens: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+):
+    """Query-subset attention, batched: a query at position p sees keys 0..p of its sequence.
+
+    Args:
+        q: (B, Tq, H, d) queries; bf16, fp16, fp32 or fp64; any strides. Softmax and sums are in fp32 (fp64 for fp64).
+        k, v: (B, Tk, G, d) keys and values; H a multiple of G, query head h uses head h // (H/G). Views of a fused
+            projection are welcome.
+        q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index, plain causal attention.
+        q_lens: (B,) integers; queries at and past it are padding: output zeros, no gradient.
+        k_lens: (B,) integers; keys at and past it are not seen, whatever they hold.
+        softmax_scale: default d ** -0.5.
+        return_lse: also return the log-sum-exp of the scaled scores, (B, H, Tq) fp32, -inf where nothing is seen.
+
+    Returns:
+        (B, Tq, H, d), dtype of q (the autocast dtype under autocast); zeros where a query sees nothing. With
+        ``return_lse`` a pair. Gradients reach q, k, v, through both.
+    """
+    op = "attention"
+    q, k, v, scale = _prepare(op, ("B",), q, k, v, softmax_scale)
+    batch, queries = q.shape[:2]
+    if q_positions is not None:
+        _checks.tensor(op, "q_positions", q_positions, (batch, queries), _checks.INTEGERS, q)
+    for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
+        if lens is not None:
+            _checks.tensor(op, name, lens, (batch,), _checks.INTEGERS, q)
+    out, lse = _Attention.apply(q, k, v, q_positions, q_lens, k_lens, scale, resolve(op, backend, q))
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    q_positions: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+):
+    """Query-subset attention, packed: sequence b owns queries cu_seqlens_q[b]:cu_seqlens_q[b+1], and keys likewise.
+
+    Args:
+        q: (total_q, H, d); k, v: (total_k, G, d); as in :func:`attention`. Rows past the last sequence's end are
+            padding: output zeros, no gradient.
+        cu_seqlens_q, cu_seqlens_k: (B+1,) int32, from 0, ascending; sequences of length zero are welcome.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths.
+        q_positions: (total_q,) integers, each query's position counted in keys of its sequence. Default: its index in
+            the sequence (top-left aligned).
+        return_lse: also return the log-sum-exp, (H, total_q) fp32, -inf where nothing is seen.
+
+    Returns:
+        (total_q, H, d), or a pair with the log-sum-exp.
+    """
+    op = "attention_varlen"
+    q, k, v, scale = _prepare(op, (), q, k, v, softmax_scale)
+    _checks.tensor(op, "cu_seqlens_q", cu_seqlens_q, ("B+1",), (torch.int32,), q)
+    _checks.tensor(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), (torch.int32,), q)
+    if q_positions is not None:
+        _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
+    out, lse = _AttentionVarlen.apply(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, resolve(op, backend, q)
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,147 @@
+"""Attention in plain PyTorch, over blocks of queries so that the scores of a long sequence never exist at once.
+
+With s = scale * q k^T where the query sees the key and -inf elsewhere:
+    lse = logsumexp(s),  p = exp(s - lse),  out = p v
+    d_v = p^T d_out,  d_s = p * (d_out v^T - sum(d_out * out) + d_lse),  d_q = scale * d_s k,  d_k = scale * d_s^T q
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SCORES_AT_ONCE = 2**26
+
+
+def _blocks(batch, heads, queries, keys):
+    """Slices of the queries with at most ``_SCORES_AT_ONCE`` scores each."""
+    size = max(1, _SCORES_AT_ONCE // max(1, batch * heads * keys))
+    return [slice(i, min(i + size, queries)) for i in range(0, queries, size)]
+
+
+def _valid(length, lens, like):
+    index = torch.arange(length, device=like.device)
+    return None if lens is None else index < lens[:, None]
+
+
+def _heads_first(t, dtype, valid=None):
+    """(B, T, H, d) -> (B, H, T, d) in the dtype that sums are made in; padding, which may hold anything, is zeroed."""
+    t = t if valid is None else torch.where(valid[:, :, None, None], t, 0)
+    return t.to(dtype).transpose(1, 2)
+
+
+def _setup(q, k, v, q_positions, q_lens, k_lens):
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, queries, heads, width = q.shape
+    keys, groups = k.shape[1:3]
+    if q_positions is None:
+        q_positions = torch.arange(queries, device=q.device).expand(batch, queries)
+    q_valid = _valid(queries, q_lens, q)
+    q_positions = q_positions if q_valid is None else torch.where(q_valid, q_positions, -1)
+    last = q_positions.amax(1) + 1 if queries else torch.zeros(batch, dtype=torch.int64, device=q.device)
+    k_valid = _valid(keys, last if k_lens is None else torch.minimum(last, k_lens), k)
+    q5 = _heads_first(q, dtype, q_valid).reshape(batch, groups, heads // groups, queries, width)
+    k5, v5 = (_heads_first(t, dtype, k_valid)[:, :, None] for t in (k, v))
+    return q5, k5, v5, q_positions, k_valid
+
+
+def _scores(q5, k5, q_positions, k_valid, rows, scale):
+    s = (q5[:, :, :, rows] @ k5.transpose(-1, -2)) * scale
+    index = torch.arange(s.shape[-1], device=s.device)
+    seen = (index <= q_positions[:, rows, None]) & k_valid[:, None]
+    return s.masked_fill(~seen[:, None, None], -torch.inf)
+
+
+def attention(q, k, v, q_positions, q_lens, k_lens, scale):
+    batch, queries, heads, width = q.shape
+    q5, k5, v5, q_positions, k_valid = _setup(q, k, v, q_positions, q_lens, k_lens)
+    out, lse = torch.zeros_like(q5), q5.new_full(q5.shape[:-1], -torch.inf)
+    for rows in _blocks(batch, heads, queries, k.shape[1]):
+        s = _scores(q5, k5, q_positions, k_valid, rows, scale)
+        block_lse = s.logsumexp(-1) if s.shape[-1] else lse[:, :, :, rows]
+        lse[:, :, :, rows] = block_lse
+        out[:, :, :, rows] = torch.exp(s - block_lse.clamp(min=torch.finfo(s.dtype).min)[..., None]) @ v5
+    out = out.reshape(batch, heads, queries, width).transpose(1, 2).to(q.dtype).contiguous()
+    return out, lse.reshape(batch, heads, queries)
+
+
+def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_lens, scale):
+    batch, queries, heads, width = q.shape
+    q5, k5, v5, q_positions, k_valid = _setup(q, k, v, q_positions, q_lens, k_lens)
+    q_valid = _valid(queries, q_lens, q)
+    do5, out5 = (_heads_first(t, q5.dtype, q_valid).reshape(q5.shape) for t in (d_out, out))
+    lse5 = lse.reshape(q5.shape[:-1]).clamp(min=torch.finfo(lse.dtype).min)
+    d_lse = d_lse if q_valid is None else torch.where(q_valid[:, None], d_lse, 0)
+    through_norm = d_lse.reshape(lse5.shape) - (do5 * out5).sum(-1)
+    dq5, dk5, dv5 = torch.zeros_like(q5), torch.zeros_like(k5), torch.zeros_like(v5)
+    for rows in _blocks(batch, heads, queries, k.shape[1]):
+        p = torch.exp(_scores(q5, k5, q_positions, k_valid, rows, scale) - lse5[:, :, :, rows, None])
+        do = do5[:, :, :, rows]
+        ds = p * (do @ v5.transpose(-1, -2) + through_norm[:, :, :, rows, None]) * scale
+        dq5[:, :, :, rows] = ds @ k5
+        dk5 += (ds.transpose(-1, -2) @ q5[:, :, :, rows]).sum(2, keepdim=True)
+        dv5 += (p.transpose(-1, -2) @ do).sum(2, keepdim=True)
+    d_q = dq5.reshape(batch, heads, queries, width).transpose(1, 2)
+    d_k, d_v = (t.squeeze(2).transpose(1, 2) for t in (dk5, dv5))
+    return tuple(t.to(q.dtype).contiguous() for t in (d_q, d_k, d_v))
+
+
+def _lengths(cu_seqlens, max_seqlen, name):
+    lens = cu_seqlens.diff()
+    if cu_seqlens.device.type == "cpu" and lens.numel() and int(lens.max()) > max_seqlen:
+        raise ValueError(f"attention_varlen: {name}: expected at least {int(lens.max())}, got {max_seqlen}")
+    return lens
+
+
+def _pad(packed, cu_seqlens, max_seqlen):
+    """(total, ...) -> (B, max_seqlen, ...); what lies past a sequence's end is left to the lengths to hide."""
+    index = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=packed.device)
+    if packed.shape[0] == 0:
+        return packed.new_zeros(*index.shape, *packed.shape[1:])
+    return packed[index.clamp(max=packed.shape[0] - 1)]
+
+
+def _unpad(padded, cu_seqlens, total):
+    """(B, max_seqlen, ...) -> (total, ...); zeros past the last sequence's end."""
+    batch, longest = padded.shape[:2]
+    if batch * longest == 0:
+        return padded.new_zeros(total, *padded.shape[2:])
+    index = torch.arange(total, device=padded.device, dtype=cu_seqlens.dtype)
+    row = torch.searchsorted(cu_seqlens[1:], index, right=True).clamp(max=batch - 1)
+    column = (index - cu_seqlens[row]).clamp(max=longest - 1)
+    inside = (index < cu_seqlens[-1]).view(-1, *[1] * (padded.dim() - 2))
+    return torch.where(inside, padded[row, column], 0)
+
+
+def _unpad_lse(lse, cu_seqlens, total):
+    packed = _unpad(lse.transpose(1, 2), cu_seqlens, total)
+    inside = torch.arange(total, device=lse.device) < cu_seqlens[-1]
+    return torch.where(inside[:, None], packed, -torch.inf).T.contiguous()
+
+
+def _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions):
+    q_lens = _lengths(cu_seqlens_q, max_seqlen_q, "max_seqlen_q")
+    k_lens = _lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
+    if q_positions is not None:
+        q_positions = _pad(q_positions, cu_seqlens_q, max_seqlen_q)
+    k, v = (_pad(t, cu_seqlens_k, max_seqlen_k) for t in (k, v))
+    return _pad(q, cu_seqlens_q, max_seqlen_q), k, v, q_positions, q_lens, k_lens
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+    padded = _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
+    out, lse = attention(*padded, scale)
+    return _unpad(out, cu_seqlens_q, q.shape[0]), _unpad_lse(lse, cu_seqlens_q, q.shape[0])
+
+
+def attention_varlen_backward(
+    d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
+):
+    total_q, total_k = q.shape[0], k.shape[0]
+    padded = _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
+    d_out, out, d_lse, lse = (_pad(t, cu_seqlens_q, max_seqlen_q) for t in (d_out, out, d_lse.T, lse.T))
+    q, k, v, *positions_and_lens = padded
+    d_q, d_k, d_v = attention_backward(
+        d_out, d_lse.transpose(1, 2), q, k, v, out, lse.transpose(1, 2), *positions_and_lens, scale
+    )
+    d_k, d_v = (_unpad(t, cu_seqlens_k, total_k) for t in (d_k, d_v))
+    return _unpad(d_q, cu_seqlens_q, total_q), d_k, d_v

@@ -1,0 +1,50 @@
+"""Rows of a stream by index, differentiable: how a recursion picks up its tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import define, resolve
+from . import eager
+
+_forward = define(
+    "gather(Tensor x, Tensor indices, str backend) -> Tensor",
+    fake=lambda x, indices: x.new_empty(indices.shape[0], *x.shape[1:]),
+    eager=eager.gather,
+)
+_backward = define(
+    "gather_backward(Tensor d_rows, Tensor indices, SymInt length, str backend) -> Tensor",
+    fake=lambda d_rows, indices, length: d_rows.new_empty(length, *d_rows.shape[1:]),
+    eager=eager.gather_backward,
+)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, indices, backend):
+        ctx.save_for_backward(indices)
+        ctx.length, ctx.backend = x.shape[0], backend
+        return _forward(x, indices, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_rows):
+        (indices,) = ctx.saved_tensors
+        return _backward(d_rows, indices, ctx.length, ctx.backend), None, None
+
+
+def gather(x: torch.Tensor, indices: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """``x[indices]`` with zeros for index -1; a bit-exact copy.
+
+    Args:
+        x: (M, ...) rows, any dtype in fp32, bf16, fp16, fp64; any strides.
+        indices: (n,) int64 in [-1, M), each row at most once (-1 as often as need be).
+
+    Returns:
+        (n, ...), dtype of x.
+    """
+    _checks.tensor("gather", "x", x, ("M", *x.shape[1:]))
+    _checks.tensor("gather", "indices", indices, ("n",), (torch.int64,), x)
+    return _Gather.apply(x, indices, resolve("gather", backend, x))

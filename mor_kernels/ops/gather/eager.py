@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import torch
+
+
+def _column(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return mask.view(-1, *[1] * (like.dim() - 1))
+
+
+def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(indices.shape[0], *x.shape[1:])
+    return torch.where(_column(indices >= 0, x), x[indices.clamp(min=0)], 0)
+
+
+def gather_backward(d_rows: torch.Tensor, indices: torch.Tensor, length: int) -> torch.Tensor:
+    d_x = d_rows.new_zeros(length + 1, *d_rows.shape[1:])  # the row past the end takes what -1 brings
+    d_x[indices] = d_rows
+    return d_x[:length].clone()

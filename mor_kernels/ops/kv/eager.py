@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import torch
+
+
+def append_in_place(k, v, k_cache, v_cache, slots):
+    if slots.shape[0] == 0:
+        return
+    # A lane of padding repeats the write of the first real lane (or, without any, of slot 0 itself): the same value to
+    # the same place, so nothing else is touched and nothing waits for the device.
+    page_size = k_cache.shape[1]
+    real = slots >= 0
+    first = real.int().argmax()
+    home = slots[first].clamp(min=0)
+    slot = torch.where(real, slots, home)
+    page, offset = slot // page_size, slot % page_size
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        new = new.to(cache.dtype)
+        spare = torch.where(real[first], new[first], cache[home // page_size, home % page_size])
+        cache.index_put_((page, offset), torch.where(real[:, None, None], new, spare))
+
+
+def append(k, v, k_cache, v_cache, slots):
+    k_cache, v_cache = (t.clone(memory_format=torch.contiguous_format) for t in (k_cache, v_cache))
+    append_in_place(k, v, k_cache, v_cache, slots)
+    return k_cache, v_cache
+
+
+def append_backward(d_k_cache, d_v_cache, slots):
+    real = (slots >= 0)[:, None, None]
+    gradients = []
+    for d_cache in (d_k_cache, d_v_cache):
+        num_pages, page_size, *rest = d_cache.shape
+        d_old = d_cache.new_empty(num_pages * page_size + 1, *rest)  # the last slot takes what -1 brings
+        d_old[:-1] = d_cache.reshape(-1, *rest)
+        gradients.append(torch.where(real, d_old[slots], 0))
+        d_old[slots] = 0
+        gradients.append(d_old[:-1].view(num_pages, page_size, *rest).clone())
+    d_k, d_k_old, d_v, d_v_old = gradients
+    return d_k, d_v, d_k_old, d_v_old
+
+
+def _flat_slots(page_table, cu_seqlens, total, page_size):
+    """Flat slot of each of ``total`` packed tokens, and whether there is such a token."""
+    rows, max_pages = page_table.shape
+    index = torch.arange(total, device=page_table.device, dtype=torch.int32)
+    row = torch.searchsorted(cu_seqlens[1:], index, right=True).clamp(max=rows - 1)
+    place = index - cu_seqlens[row]
+    live = index < cu_seqlens[-1]
+    page = page_table[row, (place // page_size).clamp(max=max_pages - 1)].to(torch.int64)
+    return torch.where(live, page * page_size + place % page_size, 0), live[:, None, None]
+
+
+def _check_table(page_table, cu_seqlens, total, page_size):
+    """On the CPU, where looking costs no wait, say what doesn't fit instead of reading another row's page."""
+    if cu_seqlens.device.type != "cpu" or cu_seqlens.numel() < 2:
+        return
+    if int(cu_seqlens[-1]) > total:
+        raise ValueError(f"kv_lookup: total: expected at least cu_seqlens[-1] = {int(cu_seqlens[-1])}, got {total}")
+    longest, room = int(cu_seqlens.diff().max()), page_table.shape[1] * page_size
+    if longest > room:
+        raise ValueError(f"kv_lookup: page_table: expected pages for {longest} tokens a row, got room for {room}")
+
+
+def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
+    num_pages, page_size, *rest = k_cache.shape
+    _check_table(page_table, cu_seqlens, total, page_size)
+    if 0 in (*page_table.shape, num_pages * page_size, total):
+        return k_cache.new_zeros(total, *rest), v_cache.new_zeros(total, *rest)
+    slot, live = _flat_slots(page_table, cu_seqlens, total, page_size)
+    page, offset = slot // page_size, slot % page_size
+    return tuple(torch.where(live, cache[page, offset], 0) for cache in (k_cache, v_cache))
+
+
+def lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size):
+    total, *rest = d_k.shape
+    if 0 in (*page_table.shape, num_pages * page_size, total):
+        return tuple(d.new_zeros(num_pages, page_size, *rest) for d in (d_k, d_v))
+    slot, live = _flat_slots(page_table, cu_seqlens, total, page_size)
+    gradients = []
+    for d in (d_k, d_v):  # rows may share pages, so their gradients add up
+        d_cache = d.new_zeros(num_pages * page_size, *rest).index_add_(0, slot, torch.where(live, d, 0))
+        gradients.append(d_cache.view(num_pages, page_size, *rest))
+    return tuple(gradients)

@@ -1,0 +1,164 @@
+"""Router losses and metrics (paper, appendices "Routing Strategy" and "Router Performance Evaluation Metrics").
+
+Losses are means without their coefficients, computed and returned in fp32 (fp64 for fp64 input).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import define, resolve
+from . import eager
+
+
+def _scalar(t):
+    return t.new_empty((), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)
+
+
+def _define(name, arguments, **functions):
+    """A loss is two ops: the value, and its gradient for the first argument."""
+    forward = define(
+        f"{name}({arguments}, str backend) -> Tensor", fake=lambda t, *_: _scalar(t), eager=functions["value"]
+    )
+    backward = define(
+        f"{name}_backward(Tensor d_loss, {arguments}, str backend) -> Tensor",
+        fake=lambda d_loss, t, *_: t.new_empty(t.shape),
+        eager=functions["gradient"],
+    )
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            ctx.save_for_backward(*[a for a in args if isinstance(a, torch.Tensor)])
+            ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
+            ctx.is_tensor = [isinstance(a, torch.Tensor) for a in args]
+            return forward(*args)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, d_loss):
+            saved = iter(ctx.saved_tensors)
+            args = [next(saved) if t else a for t, a in zip(ctx.is_tensor, ctx.args)]
+            return (backward(d_loss, *args), *[None] * (len(args) - 1))
+
+    return Loss.apply
+
+
+_aux = _define(
+    "aux_loss",
+    "Tensor logits, Tensor kept, Tensor? candidates, Tensor? seqlens",
+    value=eager.aux_loss,
+    gradient=eager.aux_loss_backward,
+)
+_z = _define("z_loss", "Tensor logits, Tensor? valid", value=eager.z_loss, gradient=eager.z_loss_backward)
+_balance = _define(
+    "balance_loss",
+    "Tensor probs, Tensor depths, str scope",
+    value=eager.balance_loss,
+    gradient=eager.balance_loss_backward,
+)
+
+
+def aux_loss(
+    logits: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    candidates: torch.Tensor | None = None,
+    seqlens: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Binary cross-entropy of router logits against "was kept", mean over all candidates of the batch (0 without any).
+
+    Trains the router itself (auxiliary loss) or a second one on detached states (auxiliary router) to tell, without a
+    look at later tokens, which tokens a recursion keeps.
+
+    Args:
+        logits: (B, C) as :func:`route` returns them.
+        kept: (B, k) int64, the kept positions, -1 for none (``Routed.indices``).
+        candidates: (B, C) int64 as given to :func:`route`; default all positions.
+        seqlens: (B,) integers as given to :func:`route`.
+    """
+    _checks.tensor("aux_loss", "logits", logits, ("B", "C"))
+    _checks.tensor("aux_loss", "kept", kept, (logits.shape[0], "k"), (torch.int64,), logits)
+    if candidates is not None:
+        _checks.tensor("aux_loss", "candidates", candidates, tuple(logits.shape), (torch.int64,), logits)
+    if seqlens is not None:
+        _checks.tensor("aux_loss", "seqlens", seqlens, (logits.shape[0],), _checks.INTEGERS, logits)
+    return _aux(logits, kept, candidates, seqlens, resolve("aux_loss", backend, logits))
+
+
+def z_loss(logits: torch.Tensor, *, valid: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+    """Router z-loss: mean of the squared logsumexp over the experts; with one logit a token, mean of its square.
+
+    Args:
+        logits: (B, C) one logit a token (expert-choice), or (B, N, Nr) (token-choice).
+        valid: (B, C) or (B, N) bool, which tokens count; default all. 0 without any.
+    """
+    if not isinstance(logits, torch.Tensor) or logits.dim() not in (2, 3):
+        _checks.fail("z_loss", "logits", "shape (B, C) or (B, N, Nr)", getattr(logits, "shape", type(logits).__name__))
+    _checks.tensor("z_loss", "logits", logits, tuple(logits.shape))
+    if valid is not None:
+        _checks.tensor("z_loss", "valid", valid, tuple(logits.shape[:2]), (torch.bool,), logits)
+    return _z(logits if logits.dim() == 3 else logits[..., None], valid, resolve("z_loss", backend, logits))
+
+
+def balance_loss(
+    probs: torch.Tensor, depths: torch.Tensor, *, scope: str = "sequence", backend: str | None = None
+) -> torch.Tensor:
+    """Load balancing of token-choice: sum over experts of f_i * P_i, 1 where the load is even.
+
+    f_i = Nr x the share of tokens of depth i, P_i = the mean of p_i; both over the real tokens of a sequence, and the
+    mean over the sequences that have any ("sequence", as in the paper), or over the whole micro-batch ("batch").
+
+    Args:
+        probs: (B, N, Nr) routing probabilities.
+        depths: (B, N) integers 1..Nr, 0 at padding.
+    """
+    _checks.tensor("balance_loss", "probs", probs, ("B", "N", "Nr"))
+    _checks.tensor("balance_loss", "depths", depths, tuple(probs.shape[:2]), _checks.INTEGERS, probs)
+    _checks.choice("balance_loss", "scope", scope, ("sequence", "batch"))
+    return _balance(probs, depths, scope, resolve("balance_loss", backend, probs))
+
+
+def router_bias_update(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0.001) -> torch.Tensor:
+    """Loss-free balancing: ``bias + rate * sign(mean(counts) - counts)``.
+
+    Args:
+        bias: (Nr,) added to the scores for the choice only.
+        counts: (Nr,) tokens that chose each expert in the step, summed over data-parallel ranks by the caller.
+    """
+    _checks.tensor("router_bias_update", "bias", bias, ("Nr",))
+    _checks.tensor(
+        "router_bias_update", "counts", counts, tuple(bias.shape), (*_checks.INTEGERS, *_checks.FLOATS), bias
+    )
+    counts = counts.to(torch.float64)
+    return bias + rate * torch.sign(counts.mean() - counts).to(bias.dtype)
+
+
+def dead_token_ratio(kept: torch.Tensor) -> torch.Tensor:
+    """Share of positions that no sequence of the batch keeps at the last recursion; kept (B, N) bool."""
+    _checks.tensor("dead_token_ratio", "kept", kept, ("B", "N"), (torch.bool,))
+    return (~kept.any(0)).float().mean()
+
+
+def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Share of candidates for which the causal decision (threshold) equals the top-k choice; bool tensors, one shape."""
+    _checks.tensor("sampling_accuracy", "kept", kept, tuple(kept.shape), (torch.bool,))
+    _checks.tensor("sampling_accuracy", "predicted", predicted, tuple(kept.shape), (torch.bool,), kept)
+    valid = torch.ones_like(kept) if valid is None else valid
+    return ((predicted == kept) & valid).sum() / valid.sum()
+
+
+def max_vio(counts: torch.Tensor) -> torch.Tensor:
+    """Largest relative overload of an expert, (max load - mean load) / mean load; counts (Nr,)."""
+    _checks.tensor("max_vio", "counts", counts, ("Nr",), (*_checks.INTEGERS, *_checks.FLOATS))
+    mean = counts.to(torch.float32).mean()
+    return (counts.max() - mean) / mean
+
+
+def routing_entropy(probs: torch.Tensor) -> torch.Tensor:
+    """Entropy, in nats, of the experts' average probabilities; probs (tokens, Nr). ln Nr when balanced."""
+    _checks.tensor("routing_entropy", "probs", probs, ("tokens", "Nr"))
+    return torch.special.entr(probs.to(torch.promote_types(probs.dtype, torch.float32)).mean(0)).sum()

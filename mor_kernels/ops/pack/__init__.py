@@ -1,0 +1,101 @@
+"""Token-choice routing: depths, and the packed (ragged) form of every recursion's tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import _checks
+from .._dispatch import define, resolve
+from . import eager
+
+
+class Packed(NamedTuple):
+    """What :func:`pack_depths` returns, one row a recursion."""
+
+    indices: torch.Tensor  # (Nr, B*N) int64: rows of the flattened (B*N) batch, ascending; -1 past cu_seqlens[r, -1]
+    cu_seqlens: torch.Tensor  # (Nr, B+1) int32: where each sequence's tokens begin among them
+
+
+def _fake(depths, num_recursions):
+    batch, length = depths.shape
+    return (
+        depths.new_empty(num_recursions, batch * length, dtype=torch.int64),
+        depths.new_empty(num_recursions, batch + 1, dtype=torch.int32),
+    )
+
+
+_pack = define(
+    "pack_depths(Tensor depths, SymInt num_recursions, str backend) -> (Tensor indices, Tensor cu_seqlens)",
+    fake=_fake,
+    eager=eager.pack_depths,
+)
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, depths, num_recursions, backend):
+        outputs = _pack(depths, num_recursions, backend)
+        ctx.mark_non_differentiable(*outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *_):
+        return None, None, None
+
+
+def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | None = None) -> Packed:
+    """The tokens that each recursion works on, in order and without gaps.
+
+    Recursion r (from 1) takes the tokens whose depth is at least r. The output's shape doesn't depend on the depths, so
+    nothing waits for the device; :func:`gather` and :func:`scatter_back` skip the -1 at the end of a row, and a caller
+    who knows a bound on the number of tokens may cut the row there.
+
+    Args:
+        depths: (B, N) int64 or int32, the number of recursions that a token takes; 0 for padding.
+        num_recursions: Nr.
+
+    Returns:
+        :class:`Packed`.
+    """
+    _checks.tensor("pack_depths", "depths", depths, ("B", "N"), _checks.INTEGERS)
+    if num_recursions < 1:
+        _checks.fail("pack_depths", "num_recursions", "at least 1", num_recursions)
+    return Packed(*_Pack.apply(depths, num_recursions, resolve("pack_depths", backend, depths)))
+
+
+class Depths(NamedTuple):
+    """What :func:`choose_depths` returns."""
+
+    depths: torch.Tensor  # (B, N) int64: 1..Nr; 0 at padding
+    probs: torch.Tensor  # (B, N, Nr) fp32: softmax or sigmoid of the logits
+
+
+def choose_depths(
+    logits: torch.Tensor, *, activation: str = "softmax", bias: torch.Tensor | None = None, valid: torch.Tensor | None = None
+) -> Depths:
+    """Token-choice: each token's depth is the expert with the best score, ties to the shallower (paper, equation 2).
+
+    A logit that is not a number is never chosen unless all are (then depth 1); infinite ones count as the largest
+    finite number.
+
+    Args:
+        logits: (B, N, Nr) router outputs, already divided by the temperature.
+        activation: "softmax" or "sigmoid".
+        bias: (Nr,) added to the scores for the choice only (loss-free balancing).
+        valid: (B, N) bool, False at padding; its depth is 0.
+
+    Returns:
+        :class:`Depths`; gradients reach ``logits`` through ``probs``.
+    """
+    _checks.tensor("choose_depths", "logits", logits, ("B", "N", "Nr"))
+    _checks.choice("choose_depths", "activation", activation, ("softmax", "sigmoid"))
+    # half the largest number, so that softmax's difference of two of them is finite
+    largest = torch.finfo(torch.float32).max / 2
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.nan_to_num(nan=-largest).clamp(-largest, largest)
+    probs = logits.softmax(-1) if activation == "softmax" else logits.sigmoid()
+    scores = logits.detach() if bias is None else probs.detach() + bias  # logits rank alike and don't saturate
+    depths = scores.argmax(-1) + 1
+    return Depths(depths if valid is None else torch.where(valid, depths, 0), probs)

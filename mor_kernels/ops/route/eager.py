@@ -1,0 +1,112 @@
+"""Routing in plain PyTorch: the fallback for any device, and what the kernels are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from ..gather.eager import gather
+
+
+def _limit(logits: torch.Tensor) -> torch.Tensor:
+    """Infinite logits as the largest finite numbers, so that they rank and gate as such; NaN stays."""
+    largest = torch.finfo(logits.dtype).max
+    return logits.clamp(-largest, largest)
+
+
+def _activate(logits: torch.Tensor, activation: str) -> torch.Tensor:
+    return {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda t: t}[activation](logits)
+
+
+def _candidates(x, candidates, seqlens):
+    """Absolute position (B, C) and validity (B, C) of every candidate."""
+    batch, length, _ = x.shape
+    position = torch.arange(length, device=x.device).expand(batch, length) if candidates is None else candidates
+    valid = position >= 0
+    if seqlens is not None:
+        valid = valid & (position < seqlens[:, None])
+    return position, valid
+
+
+def _flat(indices: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, k) positions within each sequence -> (B*k,) rows of the flattened batch, -1 kept."""
+    first = torch.arange(indices.shape[0], device=indices.device)[:, None] * length
+    return torch.where(indices >= 0, indices + first, -1).reshape(-1)
+
+
+def _take(values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """values (B, C) at local (B, k) where 0 <= local < C, else 0."""
+    padded = torch.nn.functional.pad(values, (0, 1))
+    inside = (local >= 0) & (local < values.shape[1])
+    return padded.gather(1, torch.where(inside, local, values.shape[1]))
+
+
+def _locate(indices: torch.Tensor, candidates: torch.Tensor | None, scored: int, length: int) -> torch.Tensor:
+    """Where each kept position stands among the candidates; ``scored`` for none."""
+    if candidates is None:
+        return torch.where(indices >= 0, indices, scored)
+    ascending = torch.where(candidates >= 0, candidates, length)
+    local = torch.searchsorted(ascending, torch.where(indices >= 0, indices, length))
+    return torch.where(indices >= 0, local, scored)
+
+
+def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
+    batch, length, width = x.shape
+    position, valid = _candidates(x, candidates, seqlens)
+    scored = position.shape[1]
+    if weight is not None:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = torch.mv(x.reshape(-1, width).to(dtype), weight.to(dtype)).view(batch, length) / temperature
+        logits = logits if candidates is None else _take(logits, candidates)
+    logits = torch.where(valid, logits, 0)
+
+    if indices is None:
+        key = _limit(logits)
+        if rank == "score":
+            key = alpha * _activate(key.to(x.dtype), activation)
+        key = torch.where(valid & ~logits.isnan(), key, -torch.inf)
+        best, order = key.sort(dim=-1, descending=True, stable=True)
+        kept = best[:, :k] > -torch.inf
+        local = torch.where(kept, order[:, :k], scored).sort(dim=-1).values
+        indices = torch.where(local < scored, position.gather(1, local.clamp(max=max(scored - 1, 0))), -1)
+    else:
+        indices = indices.clone()
+        local = _locate(indices, candidates, scored, length)
+
+    chosen = indices >= 0
+    gates = torch.where(chosen, alpha * _activate(_limit(_take(logits, local)), activation), 0)
+    rows = gather(x.reshape(-1, width), _flat(indices, length)).view(batch, k, width)
+    return rows, indices, gates, logits, chosen.sum(-1, dtype=torch.int32)
+
+
+def route_backward(
+    d_rows, d_gates, d_logits, x, weight, logits, candidates, seqlens, indices, activation, alpha, temperature
+):
+    batch, length, width = x.shape
+    dtype = logits.dtype
+    position, valid = _candidates(x, candidates, seqlens)
+    scored = position.shape[1]
+    chosen = indices >= 0
+    local = _locate(indices, candidates, scored, length)
+
+    kept_logits = _limit(_take(logits, local))
+    value = _activate(kept_logits, activation)
+    slope = {"sigmoid": value * (1 - value), "tanh": 1 - value * value, "none": torch.ones_like(value)}[activation]
+    through_gate = torch.where(chosen, d_gates * alpha * slope, 0)
+    d_logits = torch.where(valid, d_logits, 0)
+    d_logits = torch.nn.functional.pad(d_logits, (0, 1)).scatter_add(1, local, through_gate)[:, :scored]
+
+    spare = torch.zeros(batch * length + 1, width, dtype=dtype, device=x.device)  # row -1 takes what belongs nowhere
+    spare[_flat(indices, length)] = d_rows.reshape(-1, width).to(dtype)
+    d_x = spare[:-1].view(batch, length, width)
+    if weight is None:
+        d_weight = x.new_empty(0)
+    else:
+        d_score = torch.zeros(batch, length + 1, dtype=dtype, device=x.device)
+        d_score.scatter_(1, torch.where(valid, position, length), torch.where(valid, d_logits, 0) / temperature)
+        d_score = d_score[:, :length]
+        scored_rows = torch.zeros(batch, length + 1, dtype=torch.bool, device=x.device)
+        scored_rows = scored_rows.scatter_(1, torch.where(valid, position, length), True)[:, :length, None]
+        d_x = d_x + d_score[..., None] * weight.to(dtype)
+        rows = torch.where(scored_rows, x, 0).to(dtype).view(-1, width)
+        d_weight = torch.mv(rows.T, d_score.reshape(-1)).to(weight.dtype)
+    return d_x.to(x.dtype), d_weight, d_logits
