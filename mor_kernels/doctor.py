@@ -1,0 +1,75 @@
+"""What this machine has and which backends work on it: the first thing to look at, and to paste into a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from . import __version__
+from .ops import _dispatch
+
+PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "datasets")
+VARIABLES = ("MOR_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+
+
+def report() -> dict:
+    """Versions, GPUs and backends.
+
+    Returns:
+        A dict of plain values, printable as JSON. ``packages`` maps a name to its version, or None: not installed.
+        ``backends`` maps a name to None if the backend works here (on the GPU if there is one), or to the reason.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "mor_kernels": __version__,
+        "path": str(Path(__file__).parent),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "packages": {name: _version(name) for name in PACKAGES},
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "backends": {name: _dispatch.unavailable(name, device=device) for name in _dispatch.BACKENDS},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)  # from its metadata: importing Triton would be slow, and could fail
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> str:
+    gpu = torch.cuda.get_device_properties(index)
+    return f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+
+
+def main() -> None:
+    """Print the report, one fact a line."""
+    facts = report()
+    lines = {
+        "mor-kernels": f"{facts['mor_kernels']} in {facts['path']}",
+        "Python": f"{facts['python']}, {facts['executable']}",
+        "platform": facts["platform"],
+        "torch": facts["torch"],
+        "CUDA": facts["cuda"] or "not in this build of torch",
+        "GPU": "; ".join(facts["gpus"]) or "none visible",
+        **{name: found or "not installed" for name, found in facts["packages"].items()},
+        **facts["environment"],
+        **{f"{name} backend": reason or "works" for name, reason in facts["backends"].items()},
+    }
+    width = max(map(len, lines))
+    for name, fact in lines.items():
+        print(f"{name:<{width}}  {fact}")
+
+
+if __name__ == "__main__":
+    main()
