@@ -1,0 +1,8 @@
+"""Training: data preparation, the loop and its checkpoints."""
+
+from .checkpoint import latest
+from .data import Loader, Tokens, load_tokenizer, prepare, train_tokenizer, unigram_entropy
+from .loop import TrainConfig, Trainer, plot_curves, train
+
+__all__ = ["Loader", "Tokens", "TrainConfig", "Trainer", "latest", "load_tokenizer", "plot_curves", "prepare", "train",
+           "train_tokenizer", "unigram_entropy"]

@@ -1,0 +1,405 @@
+"""From text to token shards to batches.
+
+`prepare` tokenizes a source into a folder of memory-mapped shards, `Tokens` opens one, `Loader` cuts batches from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .checkpoint import file_hash, write_atomic
+
+SEPARATOR = "<|endoftext|>"
+_OTHER_SEPARATORS = ("<|end_of_text|>", "</s>", "<eos>")  # in tokenizers that other models brought along
+_PIECE = 1 << 20  # characters encoded as one string
+_BATCH = 1 << 22  # characters encoded together
+
+Source = str | Path | Sequence[str | Path]
+
+
+# Text
+
+
+def documents(source: Source) -> Iterator[str]:
+    """The documents of a source, one string each, empty ones left out.
+
+    A source is one of, or a list of:
+    - a .txt or .md file (a document, or several separated by `<|endoftext|>`), a .jsonl file (a document a line, in
+      its field "text"), or a folder of such files, searched recursively in the order of their names;
+    - "python-docs": the language reference in English that comes with every Python (about 0.5 MB);
+    - "hf:NAME[:SUBSET][:SPLIT]": a Hugging Face dataset with a column "text", streamed through the package `datasets`
+      (SPLIT is "train" by default; "hf:NAME::SPLIT" names a split without a subset).
+    """
+    if isinstance(source, (list, tuple)):
+        for part in source:
+            yield from documents(part)
+    elif source == "python-docs":
+        from pydoc_data.topics import topics
+
+        yield from topics.values()
+    elif str(source).startswith("hf:"):
+        yield from _hugging_face(str(source))
+    else:
+        yield from _files(Path(source))
+
+
+def _hugging_face(source: str) -> Iterator[str]:
+    name, subset, split, *rest = [*source.removeprefix("hf:").split(":"), "", ""]
+    if not name or any(rest):
+        raise ValueError(f'source: expected "hf:NAME[:SUBSET][:SPLIT]", got "{source}"')
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f'source "{source}" needs the package `datasets`: pip install datasets') from None
+    for row in datasets.load_dataset(name, subset or None, split=split or "train", streaming=True):
+        if "text" not in row:
+            raise ValueError(f'source "{source}": expected a column "text", found {sorted(row)}')
+        if row["text"]:
+            yield row["text"]
+
+
+def _files(path: Path) -> Iterator[str]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".jsonl") and file.is_file())
+        if not files:
+            raise ValueError(f"{path}: expected .txt, .md or .jsonl files, found none")
+    elif not path.exists():
+        raise FileNotFoundError(f'{path}: not found; a source is a file, a folder, "python-docs" or "hf:NAME"')
+    elif path.suffix not in (".txt", ".md", ".jsonl"):
+        raise ValueError(f"{path}: expected a .txt, .md or .jsonl file")
+    else:
+        files = [path]
+    for file in files:
+        try:
+            with open(file, encoding="utf-8") as lines:
+                yield from _json_lines(file, lines) if file.suffix == ".jsonl" else _plain_text(lines)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: expected UTF-8 text ({error})") from None
+
+
+def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ValueError(f'{file}:{number}: expected a JSON object with a string "text", got {line[:80].strip()}')
+        if text:
+            yield text
+
+
+def _plain_text(lines: Iterable[str]) -> Iterator[str]:
+    document: list[str] = []
+    for line in lines:
+        head, *tails = line.split(SEPARATOR)
+        document.append(head)
+        for tail in tails:
+            if text := "".join(document).strip("\n"):
+                yield text
+            document = [tail]
+    if text := "".join(document).strip("\n"):
+        yield text
+
+
+def _pieces(text: str) -> list[str]:
+    """Cuts a long text where a run of white space begins, which byte-level BPE never puts inside a token."""
+    pieces, start = [], 0
+    while len(text) - start > _PIECE:
+        end = max(text.rfind("\n", start + 1, start + _PIECE), text.rfind(" ", start + 1, start + _PIECE))
+        while end > start and text[end - 1].isspace():
+            end -= 1
+        end = end if end > start else start + _PIECE
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
+
+
+# Tokenizers
+
+
+def train_tokenizer(source: Source, vocab_size: int = 8192, *, sample_chars: int = 100_000_000) -> Tokenizer:
+    """Trains a byte-level BPE on the first `sample_chars` characters of a source; token 0 is `<|endoftext|>`.
+
+    The vocabulary has at most `vocab_size` tokens, fewer where a small text holds no more pairs to merge.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size: expected at least 257 (256 bytes and {SEPARATOR}), got {vocab_size}")
+
+    def sample() -> Iterator[str]:
+        left = sample_chars
+        for text in documents(source):
+            yield from _pieces(text[:left])
+            left -= len(text)
+            if left <= 0:
+                return
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[SEPARATOR], show_progress=False,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(sample(), trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Opens a tokenizer.json; truncation and padding that it may ask for are switched off."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: tokenizer file not found")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exceptions
+        raise ValueError(f"{path}: not a tokenizer.json that the package `tokenizers` can read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def separator_id(tokenizer: Tokenizer) -> int:
+    """The token put between documents: `<|endoftext|>`, or the end-of-text token of another model's tokenizer."""
+    for token in (SEPARATOR, *_OTHER_SEPARATORS):
+        if (index := tokenizer.token_to_id(token)) is not None:
+            return index
+    raise ValueError(f"tokenizer: expected a token {SEPARATOR} or one of {', '.join(_OTHER_SEPARATORS)}, found none")
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab().values()) + 1  # not the number of tokens: ids may have gaps
+
+
+# Token shards
+
+
+def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | None = None, vocab_size: int = 8192,
+            shard_tokens: int = 100_000_000, max_tokens: int | None = None) -> Tokens:
+    """Tokenizes a source into `directory` and opens the result.
+
+    With `tokenizer`, a tokenizer.json, that one is used and copied; otherwise a byte-level BPE of `vocab_size` tokens
+    is trained on the source. Each document is followed by the separator token. The folder holds tokenizer.json,
+    shards tokens-00000.npy, ... of `shard_tokens` uint16 (or uint32) tokens, and meta.json. Every file is renamed into
+    place when it is whole and meta.json comes last, so a preparation that was killed can only be started anew.
+    `max_tokens` ends the preparation early, for sources that are too large to be read whole.
+    """
+    directory = Path(directory)
+    if (directory / "meta.json").exists():
+        raise FileExistsError(f"{directory}: holds prepared tokens already; open them with Tokens(), or remove it")
+    directory.mkdir(parents=True, exist_ok=True)
+    for leftover in [*directory.glob("tokens-*.npy"), *directory.glob(".tmp-*")]:
+        leftover.unlink()
+
+    saved = directory / "tokenizer.json"
+    if tokenizer is None:
+        text = train_tokenizer(source, vocab_size).to_str()
+        write_atomic(saved, lambda file: file.write(text.encode()))
+    else:
+        load_tokenizer(tokenizer)
+        content = Path(tokenizer).read_bytes()
+        write_atomic(saved, lambda file: file.write(content))
+    encoder = load_tokenizer(saved)
+    separator, size = separator_id(encoder), _vocab_size(encoder)
+
+    dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
+    shards: list[dict] = []
+    waiting, count, total = [], 0, 0
+
+    def write_shard(tokens: np.ndarray) -> None:
+        path = directory / f"tokens-{len(shards):05d}.npy"
+        write_atomic(path, lambda file: np.save(file, tokens))
+        shards.append({"file": path.name, "tokens": len(tokens), "bytes": path.stat().st_size,
+                       "sha256": file_hash(path)})
+
+    for tokens in _encode(documents(source), encoder, separator):
+        tokens = tokens.astype(dtype)[: None if max_tokens is None else max_tokens - total]
+        waiting.append(tokens)
+        count, total = count + len(tokens), total + len(tokens)
+        if count >= shard_tokens:
+            joined = np.concatenate(waiting)
+            whole = count - count % shard_tokens
+            for start in range(0, whole, shard_tokens):
+                write_shard(joined[start:start + shard_tokens])
+            waiting, count = [joined[whole:]], count - whole
+        if total == max_tokens:
+            break
+    if not total:
+        raise ValueError(f"source {source}: expected text, found none")
+    if count:
+        write_shard(np.concatenate(waiting))
+    meta = {"format": 1, "vocab_size": size, "separator": separator, "dtype": dtype.name,
+            "tokenizer_sha256": file_hash(saved), "source": str(source), "shards": shards}
+    write_atomic(directory / "meta.json", lambda file: file.write(json.dumps(meta, indent=1).encode()))
+    return Tokens(directory)
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, separator: int) -> Iterator[np.ndarray]:
+    pieces: list[tuple[str, bool]] = []  # text, whether it ends a document
+    waiting = 0
+
+    def encoded() -> np.ndarray:
+        ids: list[int] = []
+        encodings = tokenizer.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
+        for (_, last), encoding in zip(pieces, encodings):
+            ids += encoding.ids
+            if last:
+                ids.append(separator)
+        return np.array(ids, dtype=np.int64)
+
+    for text in texts:
+        cut = _pieces(text)
+        pieces += [(piece, False) for piece in cut[:-1]] + [(cut[-1], True)]
+        waiting += len(text)
+        if waiting >= _BATCH:
+            yield encoded()
+            pieces, waiting = [], 0
+    if pieces:
+        yield encoded()
+
+
+class Tokens:
+    """A prepared folder opened as one long sequence: `len(tokens)`, and `tokens[a:b]` as an int64 array.
+
+    Opening checks that each file is there and has its size; `verify()` also reads everything and compares checksums.
+    Raises FileNotFoundError for a missing file and ValueError for a damaged one, naming file, expected and found.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        index = self.directory / "meta.json"
+        if not index.exists():
+            raise FileNotFoundError(f"{index}: not found; the folder was never prepared, or the preparation was "
+                                    "interrupted: run `prepare` (again)")
+        try:
+            meta = json.loads(index.read_text())
+            keys = ("file", "tokens", "bytes", "sha256")
+            self.shards = [tuple(shard[key] for key in keys) for shard in meta["shards"]]
+            self.vocab_size, self.separator = int(meta["vocab_size"]), int(meta["separator"])
+            dtype, tokenizer_hash = np.dtype(meta["dtype"]), meta["tokenizer_sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index}: damaged, expected the index that `prepare` writes ({error!r})") from None
+
+        self.tokenizer_file = self.directory / "tokenizer.json"
+        if not self.tokenizer_file.exists():
+            raise FileNotFoundError(f"{self.tokenizer_file}: not found, expected the tokenizer of these tokens")
+        if (found := file_hash(self.tokenizer_file)) != tokenizer_hash:
+            raise ValueError(f"{self.tokenizer_file}: not the tokenizer of these tokens, expected SHA-256 "
+                             f"{tokenizer_hash}, found {found}")
+
+        self._maps = []
+        for name, count, size, _ in self.shards:
+            path = self.directory / name
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: not found, expected a shard of {count} tokens")
+            if (found := path.stat().st_size) != size:
+                raise ValueError(f"{path}: {'truncated' if found < size else 'damaged'}, expected {size} bytes, "
+                                 f"found {found}")
+            try:
+                array = np.load(path, mmap_mode="r")
+            except ValueError as error:
+                raise ValueError(f"{path}: damaged, expected a .npy file: {error}") from None
+            if array.shape != (count,) or array.dtype != dtype:
+                raise ValueError(f"{path}: damaged, expected {count} tokens of {dtype}, found "
+                                 f"{array.shape} of {array.dtype}")
+            self._maps.append(array)
+        self._ends = np.cumsum([len(array) for array in self._maps])
+        self._start, self._stop = 0, int(self._ends[-1])
+        content = [self.vocab_size, tokenizer_hash, [digest for *_, digest in self.shards]]
+        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Reads every shard and raises ValueError if one's checksum has changed."""
+        for name, _, _, digest in self.shards:
+            if (found := file_hash(self.directory / name)) != digest:
+                raise ValueError(f"{self.directory / name}: damaged, expected SHA-256 {digest}, found {found}")
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises ValueError unless a model of `vocab_size` has a row for every token of this folder's tokenizer."""
+        if vocab_size < self.vocab_size:
+            raise ValueError(f"model vocab_size: expected at least {self.vocab_size}, the tokens of "
+                             f"{self.tokenizer_file}, got {vocab_size}")
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        start, stop = start + self._start, stop + self._start
+        arrays = []
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            offset = int(self._ends[shard]) - len(self._maps[shard])
+            piece = self._maps[shard][start - offset:stop - offset]
+            arrays.append(piece.astype(np.int64))
+            start, shard = start + len(piece), shard + 1
+        return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+
+    def split(self, validation: float = 0.01) -> tuple[Tokens, Tokens]:
+        """(training, validation): the last `validation` share of the tokens is held out."""
+        if not 0 < validation < 1:
+            raise ValueError(f"validation: expected a share in (0, 1), got {validation}")
+        train, held_out = copy.copy(self), copy.copy(self)
+        train._stop = held_out._start = self._stop - math.ceil(validation * len(self))
+        return train, held_out
+
+
+def unigram_entropy(tokens: Tokens) -> float:
+    """Entropy of the token frequencies, in nats: the loss of the best model that ignores the context."""
+    counts = np.zeros(tokens.vocab_size, np.int64)
+    for start in range(0, len(tokens), 1 << 24):
+        counts += np.bincount(tokens[start:start + (1 << 24)], minlength=tokens.vocab_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+# Batches
+
+
+class Loader:
+    """Shuffled windows of `sequence_length` + 1 tokens, a pure function of the step.
+
+    The tokens are cut into windows that overlap by one token, so that each token but the first is a target once an
+    epoch; each epoch has its own order. The samples of a step are the same however they are divided into micro-steps
+    and ranks, so accumulation, or more GPUs, with the same product `batch_size * accumulation * world_size` train on
+    the same data. There is no state: resuming needs nothing but the step.
+    """
+
+    def __init__(self, tokens: Tokens, sequence_length: int, batch_size: int, *, accumulation: int = 1, rank: int = 0,
+                 world_size: int = 1, seed: int = 0):
+        self.windows = (len(tokens) - 1) // sequence_length
+        if self.windows < 1:
+            raise ValueError(f"sequence_length: expected at least {sequence_length + 1} tokens for windows of "
+                             f"{sequence_length}, found {len(tokens)} in {tokens.directory}")
+        self.tokens, self.sequence_length, self.batch_size = tokens, sequence_length, batch_size
+        self.accumulation, self.rank, self.world_size, self.seed = accumulation, rank, world_size, seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            # Raw bits of a bit generator, unlike Generator.permutation, are promised not to change between NumPy
+            # versions, so a resumed run goes on in the same order after an upgrade.
+            bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.windows)
+            self._orders = {e: order for e, order in self._orders.items() if abs(e - epoch) <= 1}
+            self._orders[epoch] = np.argsort(bits, kind="stable")
+        return self._orders[epoch]
+
+    def batch(self, step: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, targets), int64 (batch_size, sequence_length), of micro-step `micro` of optimizer step `step`."""
+        first = ((step * self.accumulation + micro) * self.world_size + self.rank) * self.batch_size
+        rows = []
+        for sample in range(first, first + self.batch_size):
+            epoch, place = divmod(sample, self.windows)
+            start = int(self._order(epoch)[place]) * self.sequence_length
+            rows.append(self.tokens[start:start + self.sequence_length + 1])
+        window = torch.from_numpy(np.stack(rows))
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()

@@ -1,0 +1,407 @@
+"""The training loop: one optimizer step after another, exactly resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from . import checkpoint
+from .data import Loader, Tokens, unigram_entropy
+from .schedule import cosine, trapezoid
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a run; the model has its own config. Raises ValueError for a setting out of range.
+
+    A step trains on `batch_size * accumulation` sequences (times the number of data-parallel processes). `data` is a
+    folder that `prepare` wrote, whose last `validation` share is held out; `out` receives metrics.jsonl, curves.png
+    and checkpoints/.
+    """
+
+    data: str
+    out: str
+    steps: int = 1000
+    batch_size: int = 8
+    accumulation: int = 1
+    sequence_length: int = 512
+    learning_rate: float = 3e-3  # the peak
+    schedule: str = "trapezoid"  # or "cosine"
+    warmup: float = 0.05  # share of the steps
+    cooldown: float = 0.2  # share of the steps, trapezoid only
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1  # on matrices only
+    clip: float = 1.0  # largest norm of the whole gradient
+    seed: int = 0  # order of the training data
+    validation: float = 0.01
+    device: str = "auto"  # CUDA where there is one, else the CPU
+    precision: str = "auto"  # "float32", or "bfloat16" for autocast with fp32 weights; auto: bfloat16 on CUDA
+    compile: bool = False  # torch.compile the training forward
+    log_every: int = 10
+    eval_every: int = 100  # 0: never
+    eval_batches: int = 8
+    checkpoint_every: int = 100
+    keep: int = 3  # checkpoints left on disk
+    resume: bool = True  # go on from the latest checkpoint in `out`, if there is one
+    progress: bool = True
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "accumulation", "sequence_length", "log_every", "eval_batches",
+                     "checkpoint_every", "keep"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("auto", "float32", "bfloat16"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+        if min(self.warmup, self.cooldown) < 0 or self.warmup + self.cooldown > 1:
+            raise ValueError("warmup, cooldown: expected shares that sum to at most 1, got "
+                             f"{self.warmup}, {self.cooldown}")
+
+
+def train(model, config: TrainConfig) -> Trainer:
+    """Trains `model` (a MoR) and returns the finished Trainer.
+
+    Under torchrun the processes train data-parallel: every one reads its share of each step's sequences, and the
+    gradients are averaged.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if started:
+        cuda = config.device == "auto" and torch.cuda.is_available() or config.device.startswith("cuda")
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        trainer = Trainer(model, config)
+        trainer.run()
+        return trainer
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+class Trainer:
+    """A run: the model, its optimizer and its place in the data.
+
+    `run()` trains up to `config.steps`. A run stopped after any step and resumed gives, on the CPU, the same bits as
+    one that was never stopped. Building it raises ValueError where model, data and checkpoint don't fit together.
+    """
+
+    def __init__(self, model, config: TrainConfig):
+        self.config = config
+        parallel = dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+        self.device = torch.device(device)
+        self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
+        self.model = model.to(self.device)
+        self.forward = torch.compile(self.model) if config.compile else self.model
+        self.out = Path(config.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.metrics, self.checkpoints = self.out / "metrics.jsonl", self.out / "checkpoints"
+
+        if config.sequence_length > model.config.max_position_embeddings:
+            raise ValueError(f"sequence_length: expected at most the model's max_position_embeddings "
+                             f"{model.config.max_position_embeddings}, got {config.sequence_length}")
+        tokens = Tokens(config.data)
+        tokens.check_vocab(model.config.vocab_size)
+        part, held_out = tokens.split(config.validation)
+        place = {"rank": self.rank, "world_size": self.world_size}
+        self.loader = Loader(part, config.sequence_length, config.batch_size, accumulation=config.accumulation,
+                             seed=config.seed, **place)
+        if config.eval_every:
+            self.held_out = Loader(held_out, config.sequence_length, config.batch_size, **place)
+            whole = self.held_out.windows // (config.batch_size * self.world_size)
+            self.eval_batches = max(1, min(config.eval_batches, whole))
+
+        matrices, others = [], []
+        for name, parameter in model.named_parameters():
+            # The recursion encoding is a table of elementwise gains, not a matrix that multiplies.
+            decays = parameter.ndim >= 2 and name != "recursion_encoding"
+            (matrices if decays else others).append(parameter)
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas,
+                                           fused=self.device.type == "cuda")
+
+        self.step = 0
+        self.interrupted = False
+        self.names: list[str] = []  # of the columns of `window`
+        self.window: list[torch.Tensor] = []  # one row a step since the last log line, on the device
+        self.depths = torch.zeros(model.config.num_recursions + 1, dtype=torch.int64, device=self.device)
+        # What has to be the same for a resumed run to see the same data.
+        self.data = {"tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
+                     "sequence_length": config.sequence_length,
+                     "sequences per step": config.batch_size * config.accumulation * self.world_size}
+        path = checkpoint.latest(self.checkpoints)
+        if path and not config.resume:
+            raise FileExistsError(f"{path}: a checkpoint of another run; set resume, or choose another `out`")
+        if path:
+            self._resume(path)
+        else:
+            if self.rank == 0:
+                tokens.verify()
+            self.unigram_entropy = unigram_entropy(part)
+        if self.rank == 0:
+            _drop_after(self.metrics, self.step)
+            if not self.metrics.stat().st_size:
+                self._write({"step": 0, "unigram_entropy": self.unigram_entropy, "training_tokens": len(part),
+                             "parameters": sum(p.numel() for p in model.parameters())})
+        if parallel:
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
+
+    def run(self) -> None:
+        """Trains until `config.steps`, or until SIGINT or SIGTERM: then the step is finished, saved, and the run ends.
+
+        Raises FloatingPointError when a loss or gradient isn't finite; the checkpoints are left as they were.
+        """
+        config = self.config
+        with _signals() as stop, tqdm(total=config.steps, initial=self.step, unit="step", dynamic_ncols=True,
+                                      disable=not config.progress or self.rank > 0) as bar:
+            self._restart_clock()
+            while self.step < config.steps and not self.interrupted:
+                self._train_step()
+                self.step += 1
+                bar.update()
+                last = self.step == config.steps
+                self.interrupted = self._agreed(stop) and not last
+                if last or self.step % config.log_every == 0:
+                    self._log(bar)
+                if config.eval_every and (last or self.step % config.eval_every == 0):
+                    self._write({"step": self.step, **self.evaluate()})
+                    self._plot()
+                    self._restart_clock()
+                if last or self.interrupted or self.step % config.checkpoint_every == 0:
+                    self.save()
+                    self._restart_clock()
+
+    def _train_step(self) -> None:
+        config, model = self.config, self.model
+        if config.schedule == "trapezoid":
+            self.rate = trapezoid(self.step, config.steps, config.learning_rate, warmup=config.warmup,
+                                  cooldown=config.cooldown)
+        else:
+            self.rate = cosine(self.step, config.steps, config.learning_rate, warmup=config.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+        self.kept = model.kept(config.sequence_length, self.step)
+        model.train()
+        row, depths = 0, []
+        for micro in range(config.accumulation):
+            inputs, targets = self._to_device(self.loader.batch(self.step, micro))
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                output = self.forward(inputs, targets=targets, ks=self.kept)
+            (output.loss / config.accumulation).backward()
+            terms = {"loss": output.loss, **output.losses}
+            self.names = [*terms, "gradient_norm"]
+            row = row + torch.stack([term.detach().float() for term in terms.values()]) / config.accumulation
+            depths.append(output.depths)
+        depths = torch.cat(depths)
+        counts = torch.stack([(depths == depth).sum() for depth in range(len(self.depths))])
+        if self.world_size > 1:
+            for parameter in model.parameters():
+                if parameter.grad is None:  # another process may have one
+                    parameter.grad = torch.zeros_like(parameter)
+            tensors = [*(parameter.grad for parameter in model.parameters()), row, counts]
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+            torch._foreach_div_([tensor for tensor in tensors if tensor is not counts], self.world_size)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if model.config.router == "token_choice" and model.config.balance == "loss_free":
+            model.update_router_bias(depths)
+        # Kept on the device: reading a number would make the host wait for it at every step.
+        self.window.append(torch.cat([row, norm.reshape(1).float()]))
+        self.depths += counts
+
+    def _to_device(self, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        if self.device.type == "cuda":
+            return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch]
+        return [tensor.to(self.device) for tensor in batch]
+
+    def _agreed(self, stop: list) -> bool:
+        if self.world_size == 1:
+            return bool(stop)
+        if self.step % self.config.log_every:
+            return False
+        flag = torch.tensor(len(stop), device=self.device)
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    def _read_window(self) -> torch.Tensor:
+        """Rows of the steps since the last log line, float64; raises FloatingPointError if one isn't finite."""
+        rows = torch.stack(self.window).double().cpu()
+        for step, row in enumerate(rows.tolist(), self.step - len(rows) + 1):
+            for name, value in zip(self.names, row):
+                if not abs(value) < float("inf"):
+                    kept = checkpoint.latest(self.checkpoints)
+                    raise FloatingPointError(
+                        f"{name} is {value} at step {step}, so training stopped; last good checkpoint: "
+                        f"{kept or 'none'}. A lower learning_rate (now {self.config.learning_rate}) or a longer warmup "
+                        "may help")
+        return rows
+
+    def _log(self, bar: tqdm) -> None:
+        rows = self._read_window()
+        counts = self.depths.tolist()
+        mix = [count / max(sum(counts[1:]), 1) for count in counts[1:]]
+        tokens = (self.step - self._clock[0]) * self.data["sequences per step"] * self.config.sequence_length
+        speed = tokens / (time.perf_counter() - self._clock[1])
+        line = {"step": self.step, **dict(zip(self.names, rows.mean(0).tolist())), "learning_rate": self.rate,
+                "depth_mix": mix, "kept": list(self.kept), "tokens_per_second": speed}
+        self.window.clear()
+        self.depths.zero_()
+        self._write(line)
+        bar.set_postfix_str(f"loss {line['loss']:.3f}, {speed:,.0f} tokens/s, depths "
+                            + "/".join(f"{share:.0%}" for share in mix))
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._clock = self.step, time.perf_counter()  # evaluation and saving don't count as training time
+
+    @torch.no_grad()
+    def evaluate(self) -> dict:
+        """Losses in nats on the held-out tokens (language modelling alone, without the routers' own terms).
+
+        "validation_loss" routes by threshold, as generation does; expert-choice models also get
+        "validation_loss_topk", which looks at the whole sequence and is only good for comparison with training.
+        """
+        self.model.eval()
+        result = {}
+        modes = ("threshold", "topk") if self.model.config.router == "expert_choice" else ("threshold",)
+        for mode in modes:
+            total, counts = torch.zeros((), device=self.device), torch.zeros_like(self.depths)
+            for step in range(self.eval_batches):
+                inputs, targets = self._to_device(self.held_out.batch(step))
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                    output = self.model(inputs, targets=targets, mode=mode)
+                total += output.losses["lm"] / (self.eval_batches * self.world_size)
+                counts += torch.stack([(output.depths == depth).sum() for depth in range(len(counts))])
+            if self.world_size > 1:
+                dist.all_reduce(total)
+                dist.all_reduce(counts)
+            suffix = "" if mode == "threshold" else f"_{mode}"
+            result[f"validation_loss{suffix}"] = total.item()
+            result[f"validation_depth_mix{suffix}"] = (counts[1:] / counts[1:].sum()).tolist()
+        self.model.train()
+        return result
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current step, unless a loss, a gradient or a weight isn't finite."""
+        if self.window:
+            self._read_window()
+        if not torch.stack([parameter.isfinite().all() for parameter in self.model.parameters()]).all():
+            raise FloatingPointError(f"weights are not finite after step {self.step}, so no checkpoint was written")
+        if self.rank == 0:
+            checkpoint.sync(self.metrics)
+            state = {"config": asdict(self.config), "data": self.data, "unigram_entropy": self.unigram_entropy,
+                     "names": self.names}
+            tensors = {"window": self.window, "depths": self.depths}
+            checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, state, tensors,
+                            keep=self.config.keep)
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _resume(self, path: Path) -> None:
+        step, state, tensors = checkpoint.load(path, self.model, self.optimizer)
+        different = [f"{key}: expected {state['data'][key]} (checkpoint), got {value}"
+                     for key, value in self.data.items() if state["data"][key] != value]
+        if different:
+            raise ValueError(f"{path}: trained on other data; " + "; ".join(different))
+        if step > self.config.steps:
+            raise ValueError(f"steps: expected at least {step}, the step of {path}, got {self.config.steps}")
+        self.step, self.unigram_entropy, self.names = step, state["unigram_entropy"], state["names"]
+        self.window = [row.to(self.device) for row in tensors["window"]]
+        self.depths = tensors["depths"].to(self.device)
+
+    def _write(self, line: dict) -> None:
+        if self.rank == 0:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _plot(self) -> None:
+        if self.rank == 0:
+            try:
+                plot_curves(self.metrics, self.out / "curves.png")
+            except ImportError:
+                warnings.warn("curves.png was not drawn: it needs matplotlib (pip install matplotlib)", stacklevel=2)
+
+
+@contextmanager
+def _signals():
+    """A list that a first SIGINT or SIGTERM puts its number into; a second one acts as it always did."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore():
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def note(number, frame):
+        received.append(number)
+        restore()
+
+    for number in previous:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+def _read_metrics(path: Path) -> list[dict]:
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # a line that a crash cut short
+            continue
+    return lines
+
+
+def _drop_after(path: Path, step: int) -> None:
+    kept = [json.dumps(line) + "\n" for line in _read_metrics(path) if line["step"] <= step]
+    checkpoint.write_atomic(path, lambda file: file.write("".join(kept).encode()))
+
+
+def plot_curves(metrics: str | Path, image: str | Path) -> None:
+    """Draws losses, depth mix and learning rate of a metrics.jsonl into a PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
+
+    lines = _read_metrics(Path(metrics))
+    logged = [line for line in lines if "loss" in line]
+    steps = [line["step"] for line in logged]
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    loss, depth, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
+    for name in ("lm", "validation_loss", "validation_loss_topk"):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if points:
+            loss.plot(*zip(*points), label=name.replace("_", " "), marker="." if name != "lm" else None)
+    for line in lines:
+        if "unigram_entropy" in line:
+            loss.axhline(line["unigram_entropy"], color="grey", linestyle=":", label="unigram entropy")
+    loss.set_ylabel("loss (nats)")
+    loss.legend()
+    if logged:
+        depth.stackplot(steps, *zip(*(line["depth_mix"] for line in logged)),
+                        labels=[f"depth {r + 1}" for r in range(len(logged[0]["depth_mix"]))])
+        depth.legend(loc="lower right")
+        rate.plot(steps, [line["learning_rate"] for line in logged])
+    depth.set_ylabel("share of tokens")
+    rate.set_ylabel("learning rate")
+    rate.set_xlabel("step")
+    checkpoint.write_atomic(image, lambda file: figure.savefig(file, format="png", dpi=120))
