@@ -1,0 +1,216 @@
+"""Everything that defines a model, as one frozen dataclass that is also its ``config.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+
+CHOICES = {
+    "sharing": ("cycle", "middle_cycle", "sequence", "middle_sequence"),
+    "router": ("none", "expert_choice", "token_choice"),
+    "router_arch": ("linear", "mlp", "wide_mlp"),
+    "rank": ("logit", "score"),
+    "residual": ("block", "delta"),
+    "gate": ("exit_only", "every_step"),
+    "kv": ("recursion_wise", "shared", "hybrid"),
+    "hybrid_base": ("first", "latest"),
+    "aux": ("loss", "router", "none"),
+    "balance": ("loss", "loss_free", "none"),
+    "balance_scope": ("sequence", "batch"),
+}
+ACTIVATIONS = {"expert_choice": ("sigmoid", "tanh", "none"), "token_choice": ("softmax", "sigmoid"), "none": (None,)}
+
+# Paper, table "Key parameters of four model size variants".
+SIZES = {
+    "135M": {
+        "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    },
+    "360M": {
+        "num_hidden_layers": 32, "hidden_size": 960, "num_attention_heads": 15, "num_key_value_heads": 5,
+        "intermediate_size": 2560,
+    },
+    "730M": {
+        "num_hidden_layers": 26, "hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 8,
+        "intermediate_size": 4096,
+    },
+    "1.7B": {
+        "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "intermediate_size": 8192,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MoRConfig:
+    """A Llama-like model, made recursive by ``num_recursions`` and adaptive by ``router``.
+
+    ``router="none"`` is the dense (vanilla) model for one recursion, and the fixed-depth recursive model for more.
+    Names are Hugging Face's where it has one. ``None`` asks for the router's default, and the default is what is stored.
+    """
+
+    vocab_size: int = 49152
+    hidden_size: int = 576
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 30  # of the unrolled model
+    num_attention_heads: int = 9
+    num_key_value_heads: int = 3
+    head_dim: int = 64
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+    num_recursions: int = 1
+    sharing: str = "middle_cycle"
+    kv: str = "recursion_wise"
+    hybrid_base: str = "first"  # hybrid: inactive positions keep the first, or the latest, recursion's keys/values
+
+    router: str = "none"
+    router_arch: str = "linear"
+    router_activation: str | None = None  # expert-choice: sigmoid, tanh, none; token-choice: softmax, sigmoid
+    alpha: float | None = None  # scale of the gate; 0.1 for expert-choice, 1 for token-choice
+    temperature: float = 1.0
+    z_coeff: float = 0.0
+
+    # expert-choice
+    capacities: tuple[float, ...] | None = None  # share of the tokens that each recursion keeps
+    cap_warmup_steps: int = 0  # optimizer steps over which capacities come down from 1
+    rank: str = "logit"
+    residual: str = "block"
+    aux: str = "loss"
+    aux_coeff: float = 0.001
+
+    # token-choice
+    gate: str = "exit_only"
+    balance: str = "loss"
+    balance_coeff: float = 0.1
+    balance_scope: str = "sequence"
+    bias_update_rate: float = 0.001
+
+    # relaxations of sharing
+    lora_rank: int = 0  # per-recursion LoRA on query and value projections
+    recursion_encoding: bool = False  # a learned vector multiplies the output of each recursion
+
+    def __post_init__(self):
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                _fail(name, "one of " + ", ".join(allowed), repr(getattr(self, name)))
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "max_position_embeddings", "num_recursions",
+        ):  # fmt: skip
+            if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
+                _fail(name, "an integer of at least 1", repr(getattr(self, name)))
+        if self.num_attention_heads % self.num_key_value_heads:
+            _fail("num_key_value_heads", f"a divisor of num_attention_heads {self.num_attention_heads}",
+                  self.num_key_value_heads)  # fmt: skip
+        if self.head_dim % 2:
+            _fail("head_dim", "an even number", self.head_dim)
+        for name in ("temperature", "rope_theta", "rms_norm_eps"):
+            if not getattr(self, name) > 0:
+                _fail(name, "a number > 0", getattr(self, name))
+        for name in ("cap_warmup_steps", "lora_rank"):
+            if getattr(self, name) < 0:
+                _fail(name, "at least 0", getattr(self, name))
+        self._check_depth()
+        expert = self.router == "expert_choice"
+        if self.router_activation is None:
+            object.__setattr__(self, "router_activation", ACTIVATIONS[self.router][0])
+        if self.router_activation not in ACTIVATIONS[self.router]:
+            _fail("router_activation", f"one of {ACTIVATIONS[self.router]} for {self.router}", self.router_activation)
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", 0.1 if expert else 1.0)
+        capacities = self.capacities
+        if capacities is None and expert:
+            capacities = [(self.num_recursions - r) / self.num_recursions for r in range(self.num_recursions)]
+        if capacities is not None:
+            object.__setattr__(self, "capacities", tuple(capacities))
+            self._check_capacities()
+
+    def _check_depth(self):
+        own = 2 if self.sharing.startswith("middle") else 0
+        shared, recursions = self.num_hidden_layers - own, self.num_recursions
+        if shared < recursions or shared % recursions:
+            below = shared // recursions * recursions + own
+            near = [str(depth) for depth in (below, below + recursions) if depth > own]
+            _fail(
+                "num_hidden_layers",
+                f"a depth that divides into {recursions} recursions with sharing={self.sharing!r}"
+                + (" besides an own first and last layer" if own else "")
+                + f", nearest {' or '.join(near)}",
+                self.num_hidden_layers,
+            )
+
+    def _check_capacities(self):
+        if len(self.capacities) != self.num_recursions:
+            _fail("capacities", f"{self.num_recursions} numbers, one a recursion", self.capacities)
+        for r, capacity in enumerate(self.capacities):
+            if not 0 < capacity <= 1:
+                _fail(f"capacities[{r}]", "a number in (0, 1]", capacity)
+            if r and capacity > self.capacities[r - 1]:
+                _fail(f"capacities[{r}]", f"at most capacities[{r - 1}] = {self.capacities[r - 1]}, since a recursion "
+                      "chooses among what the one before kept", capacity)  # fmt: skip
+        if self.capacities[0] != 1:
+            _fail("capacities[0]", "1.0, since every token takes the first recursion", self.capacities[0])
+
+    @classmethod
+    def from_size(cls, size: str, **changes) -> MoRConfig:
+        """A configuration by the paper's name: "135M", "360M", "730M" or "1.7B"."""
+        if size not in SIZES:
+            _fail("size", "one of " + ", ".join(SIZES), repr(size))
+        return cls(**{**SIZES[size], **changes})
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> MoRConfig:
+        unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            _fail("config", "known fields only", f"also {', '.join(sorted(unknown))}")
+        return cls(**fields)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> MoRConfig:
+        with open(path) as file:
+            try:
+                fields = json.load(file)
+            except ValueError as error:
+                raise ValueError(f"{path}: expected a model's JSON configuration, got: {error}") from None
+        return cls.from_dict(fields)
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @property
+    def has_own_ends(self) -> bool:
+        """Whether the first and last layers are outside the recursion."""
+        return self.sharing.startswith("middle")
+
+    @property
+    def recursion_layers(self) -> tuple[tuple[int, ...], ...]:
+        """For each recursion the unique layers that it applies, in order (paper, table "Parameter-sharing strategies")."""
+        own = self.has_own_ends
+        depth = self.num_hidden_layers - 2 * own
+        each = depth // self.num_recursions
+        cycle = "cycle" in self.sharing
+        unrolled = [(i % each if cycle else i // self.num_recursions) + own for i in range(depth)]
+        return tuple(tuple(unrolled[r * each : (r + 1) * each]) for r in range(self.num_recursions))
+
+    @property
+    def num_unique_layers(self) -> int:
+        return len({i for layers in self.recursion_layers for i in layers}) + 2 * self.has_own_ends
+
+    def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
+        """Tokens that each recursion keeps of ``length``, at an optimizer step of the capacity warm-up (None: after it)."""
+        warm = 0.0
+        if step is not None and step < self.cap_warmup_steps:
+            warm = 0.5 * (1 + math.cos(math.pi * step / self.cap_warmup_steps))
+        # the small number undoes a product such as 0.29 * 100 = 28.999...
+        return tuple(math.floor((c + (1 - c) * warm) * length + 1e-6) for c in self.capacities or ())
+
+
+def _fail(name, expected, got):
+    raise ValueError(f"{name}: expected {expected}, got {got}")

@@ -1,0 +1,75 @@
+"""Recursive models from dense Llama-architecture checkpoints."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+import torch
+from safetensors.torch import load_file
+
+from .config import MoRConfig
+
+INITS = ("stepwise", "average", "lower", "upper", "random")
+
+
+def read_dense(dense) -> dict[str, torch.Tensor]:
+    """The state dict of a Hugging Face Llama checkpoint, by our names (no ``model.`` in front)."""
+    if not isinstance(dense, dict):
+        files = sorted(glob.glob(os.path.join(dense, "*.safetensors")))
+        if not files:
+            raise FileNotFoundError(f"{dense}: expected a folder with *.safetensors files, found none")
+        dense = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name.removeprefix("model."): tensor for name, tensor in dense.items() if "rotary_emb" not in name}
+
+
+def _sources(pool: list[int], shared: list[int], unrolled: list[int], init: str) -> dict[int, list[int]]:
+    """For each shared layer the dense layers of the pool that it is the mean of."""
+    count = len(shared)
+    if init == "average":
+        return {layer: [dense for dense, used in zip(pool, unrolled) if used == layer] for layer in shared}
+    if init == "stepwise":  # evenly spaced, the pool's first and last included
+        steps = [round(i * (len(pool) - 1) / max(count - 1, 1)) for i in range(count)]
+    else:
+        steps = range(count) if init == "lower" else range(len(pool) - count, len(pool))
+    return {layer: [pool[step]] for layer, step in zip(shared, steps)}
+
+
+def dense_to_recursive(
+    dense: dict[str, torch.Tensor], config: MoRConfig, init: str, fresh: dict[str, torch.Tensor], source: str
+) -> dict[str, torch.Tensor]:
+    """State dict of the recursive model.
+
+    Embedding, final norm, head and (with a "middle" sharing) the first and last layers are the dense model's. A shared
+    layer is, by ``init``: "stepwise" a dense layer at even steps, "lower" or "upper" one of the first or last dense
+    layers, "average" the mean of the dense layers that it stands for when unrolled, "random" what ``fresh``, the state
+    of a new model, holds. Routers and adapters are ``fresh``. With one recursion all but "random" give the dense model.
+    """
+    if init not in INITS:
+        raise ValueError(f"init: expected one of {', '.join(INITS)}, got {init!r}")
+    depth = 1 + max((int(name.split(".")[1]) for name in dense if name.startswith("layers.")), default=-1)
+    if depth != config.num_hidden_layers:
+        raise ValueError(f"{source}: expected num_hidden_layers = {config.num_hidden_layers} layers, got {depth}")
+    own = config.has_own_ends
+    unrolled = [layer for layers in config.recursion_layers for layer in layers]
+    shared = sorted(set(unrolled))
+    origin = {}
+    if init != "random":
+        origin = _sources(list(range(own, depth - own)), shared, unrolled, init)
+    if own:
+        origin |= {0: [0], config.num_unique_layers - 1: [depth - 1]}
+
+    state = {}
+    for name, value in fresh.items():
+        if name.startswith("layers."):
+            _, layer, rest = name.split(".", 2)
+            names = [f"layers.{i}.{rest}" for i in origin.get(int(layer), [])]
+        elif name == "lm_head.weight":  # a tied dense checkpoint has the embedding only
+            names = [name if name in dense else "embed_tokens.weight"]
+        else:
+            names = [name] if name in ("embed_tokens.weight", "norm.weight") else []
+        missing = [n for n in names if n not in dense]
+        if missing:
+            raise ValueError(f"{source}: expected a Llama checkpoint with {missing[0]}, found none")
+        state[name] = torch.stack([dense[n].to(value.dtype) for n in names]).mean(0) if names else value
+    return state

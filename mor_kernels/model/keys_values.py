@@ -1,0 +1,85 @@
+"""The three key/value strategies of one forward pass (paper, section "KV Caching Strategies").
+
+recursion_wise: kept tokens attend to the kept tokens of the same recursion.
+shared:         kept tokens attend to the first recursion's keys/values of all tokens.
+hybrid:         as shared, with the kept tokens' own fresh keys/values in place of the first recursion's.
+
+A layer calls :meth:`KeyValues.attend`; ``slot`` is its place within the recursion, where keys/values are shared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+
+
+class KeyValues:
+    """Strategy; the two layouts below say how tokens are laid out. Call ``begin`` at each recursion."""
+
+    def __init__(self, strategy: str, hybrid_base: str = "first"):
+        self.strategy, self.hybrid_base = strategy, hybrid_base
+        self.base: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.first = True
+
+    def attend(self, slot, q, kv):
+        if self.first or self.strategy == "recursion_wise":
+            k, v = kv()
+            if self.strategy != "recursion_wise":
+                self.base[slot] = k, v
+            return self.among_kept(q, k, v)
+        k, v = self.base[slot]
+        if self.strategy == "hybrid":
+            k, v = self.replace(*kv(), k, v)
+            if self.hybrid_base == "latest":
+                self.base[slot] = k, v
+        return self.over_all(q, k, v)
+
+
+class BatchedKeyValues(KeyValues):
+    """Tokens as (B, k) rows; all N positions at the first recursion, real ones first."""
+
+    def __init__(self, strategy="recursion_wise", hybrid_base="first", seqlens=None):
+        super().__init__(strategy, hybrid_base)
+        self.seqlens = self.counts = seqlens
+
+    def begin(self, recursion, indices=None, counts=None):
+        """indices (B, k) kept positions, -1 past counts (B,); None for all positions."""
+        self.first, self.indices = recursion == 0, indices
+        self.counts = self.seqlens if indices is None else counts
+
+    def among_kept(self, q, k, v):
+        return ops.attention(q, k, v, q_lens=self.counts, k_lens=self.counts)
+
+    def over_all(self, q, k, v):
+        return ops.attention(q, k, v, q_positions=self.indices, q_lens=self.counts, k_lens=self.seqlens)
+
+    def replace(self, k, v, k_base, v_base):
+        if self.indices is None:
+            return k, v
+        slots = self.indices + torch.arange(len(k), device=k.device)[:, None] * k_base.shape[1]
+        slots = torch.where(self.indices >= 0, slots, -1).flatten()
+        return ops.kv_append(k.flatten(0, 1), v.flatten(0, 1), k_base, v_base, slots)
+
+
+class PackedKeyValues(KeyValues):
+    """Tokens packed (n,), sequence after sequence; all real tokens at the first recursion."""
+
+    def begin(self, recursion, positions, cu_seqlens, max_seqlen, places=None):
+        """positions (n,) in each token's sequence; places (n,) of the tokens among the first recursion's (-1 for none)."""
+        self.first, self.positions, self.places = recursion == 0, positions, places
+        self.cu_seqlens, self.max_seqlen = cu_seqlens, max_seqlen
+        if self.first:
+            self.cu_all, self.max_all = cu_seqlens, max_seqlen
+
+    def among_kept(self, q, k, v):
+        return ops.attention_varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+
+    def over_all(self, q, k, v):
+        return ops.attention_varlen(
+            q, k, v, self.cu_seqlens, self.cu_all, self.max_seqlen, self.max_all, q_positions=self.positions
+        )
+
+    def replace(self, k, v, k_base, v_base):
+        k_base, v_base = (t[:, None] for t in (k_base, v_base))  # pages of one token
+        return tuple(t[:, 0] for t in ops.kv_append(k, v, k_base, v_base, self.places))

@@ -1,0 +1,430 @@
+"""The Mixture-of-Recursions language model, assembled from the operators."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .. import ops
+from .config import MoRConfig
+from .convert import dense_to_recursive, read_dense
+from .keys_values import BatchedKeyValues, PackedKeyValues
+from .layers import Layer, LoRA, Router, mixed_adapter
+
+
+class MoROutput(NamedTuple):
+    """What :class:`MoR` returns."""
+
+    logits: torch.Tensor  # (B, T, V); zeros at padding
+    loss: torch.Tensor | None  # language model loss plus the router losses times their coefficients; None without targets
+    losses: dict[str, torch.Tensor]  # "lm", "aux", "z", "balance" as they apply, without coefficients
+    depths: torch.Tensor  # (B, T) int64: recursions that each token took; 0 at padding
+    metrics: dict[str, torch.Tensor]  # "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
+
+
+class MoR(nn.Module):
+    """A Llama-like Transformer whose shared block of layers is applied 1..Nr times to each token.
+
+    ``MoR(config)(input_ids, targets)`` trains; in ``eval()`` mode the same call routes causally, as decoding does.
+    """
+
+    def __init__(self, config: MoRConfig):
+        super().__init__()
+        self.config = config
+        recursions = config.num_recursions
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_unique_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        expert, token = config.router == "expert_choice", config.router == "token_choice"
+        self.routers = nn.ModuleList(Router(config, 1) for _ in range(recursions * expert))
+        if token:
+            self.routers.append(Router(config, recursions))
+        aux = expert and config.aux == "router"
+        self.aux_routers = nn.ModuleList(Router(config, 1) for _ in range(recursions * aux))
+        loss_free = token and config.balance == "loss_free"
+        self.register_buffer("router_bias", torch.zeros(recursions) if loss_free else None)
+        slots = len(config.recursion_layers[0])
+        self.lora = nn.ModuleList(
+            nn.ModuleList(LoRA(config) for _ in range(slots)) for _ in range(recursions * (config.lora_rank > 0))
+        )
+        self.recursion_encoding = None
+        if config.recursion_encoding:
+            self.recursion_encoding = nn.Parameter(torch.empty(recursions, config.hidden_size))
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self):
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight") or name == "recursion_encoding":
+                parameter.fill_(1.0)
+            elif name.endswith(("q_b", "v_b")):
+                parameter.zero_()  # a recursion's adapter starts as nothing
+            else:
+                parameter.normal_(0.0, self.config.initializer_range)
+
+    # Pieces, shared with the decoding engine: tokens in any layout (..., D).
+
+    def block(self, x, recursion, positions, attend):
+        """f of one recursion.
+
+        Args:
+            x: (..., D); positions: (...) absolute.
+            recursion: its number from 0; or (n,) int64 for tokens (n, D) at different recursions, where all recursions
+                share their layers (sharing "cycle" and "middle_cycle").
+            attend: attend(slot, q, kv), see :mod:`.keys_values`.
+        """
+        mixed = isinstance(recursion, torch.Tensor)
+        for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
+            adapter = None
+            if len(self.lora):
+                adapter = (
+                    mixed_adapter([adapters[slot] for adapters in self.lora], recursion)
+                    if mixed
+                    else self.lora[recursion][slot]
+                )
+            x = self.layers[index](x, positions, functools.partial(attend, slot), adapter)
+        return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
+
+    def first_layer(self, x, positions, attend):
+        return self.layers[0](x, positions, attend) if self.config.has_own_ends else x
+
+    def last_layer(self, x, positions, attend):
+        return self.layers[-1](x, positions, attend) if self.config.has_own_ends else x
+
+    def head(self, x):
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return F.linear(self.norm(x), weight)
+
+    def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
+        """See :meth:`MoRConfig.kept`."""
+        return self.config.kept(length, step)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        ks: tuple[int, ...] | None = None,
+        mode: str | None = None,
+    ) -> MoROutput:
+        """
+        Args:
+            input_ids: (B, T) integers.
+            targets: (B, T) int64, the token that follows each; -100 for none.
+            attention_mask: (B, T) bool or integers, 0 at padding, which may be left, right or anywhere; a token's
+                position is its rank among the real tokens of its row.
+            ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``.
+            mode: "topk" (expert-choice as trained, which looks at the whole sequence) or "threshold" (causal, as decoding
+                does). Default "topk" in training and "threshold" in evaluation. Token-choice is causal in both.
+
+        Returns:
+            :class:`MoROutput`.
+
+        Raises:
+            ValueError: an argument doesn't fit; the message names it.
+        """
+        mode = mode or ("topk" if self.training else "threshold")
+        self._check(input_ids, targets, attention_mask, ks, mode)
+        seqlens = order = None
+        if attention_mask is not None:  # real tokens to the left, in order, so that lengths describe what is real
+            real = attention_mask.bool()
+            order = (~real).long().argsort(dim=1, stable=True)
+            seqlens = real.sum(1)
+            input_ids = input_ids.gather(1, order)
+            if targets is not None:
+                targets = torch.where(real, targets, -100).gather(1, order)
+
+        batch, length = input_ids.shape
+        positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+        ends = BatchedKeyValues(seqlens=seqlens)
+        x = self.embed_tokens(input_ids)
+        x = self.first_layer(x, positions, functools.partial(ends.attend, 0))
+        if self.config.router == "none":
+            x, routing = self._fixed_depth(x, positions, seqlens)
+        elif self.config.router == "token_choice":
+            x, routing = self._token_choice(x, positions, seqlens)
+        elif mode == "topk":
+            x, routing = self._expert_choice(x, ks or self.kept(length), seqlens)
+        else:
+            x, routing = self._threshold(x, positions, seqlens)
+        depths, losses, metrics = routing
+        x = self.last_layer(x, positions, functools.partial(ends.attend, 0))
+        logits = self.head(x)
+
+        loss = None
+        if targets is not None:
+            count = (targets != -100).sum().clamp(min=1)
+            wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+            total = F.cross_entropy(wide, targets.flatten(), ignore_index=-100, reduction="sum")
+            losses = {"lm": total / count, **losses}
+            coefficients = {
+                "lm": 1.0,
+                "aux": self.config.aux_coeff,
+                "z": self.config.z_coeff,
+                "balance": self.config.balance_coeff,
+            }
+            loss = sum(coefficients[name] * value for name, value in losses.items())
+        if order is not None:
+            back = order.argsort(dim=1)
+            depths = depths.gather(1, back)
+            logits = torch.where(real[..., None], logits.gather(1, back[..., None].expand_as(logits)), 0)
+        return MoROutput(logits, loss, losses, depths, metrics)
+
+    def _check(self, input_ids, targets, attention_mask, ks, mode):
+        def fail(name, expected, got):
+            raise ValueError(f"{name}: expected {expected}, got {got}")
+
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            fail("input_ids", "integers of shape (B, T)", f"{input_ids.dtype} of shape {tuple(input_ids.shape)}")
+        if input_ids.shape[1] > self.config.max_position_embeddings:
+            fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
+        for name, value in (("targets", targets), ("attention_mask", attention_mask)):
+            if value is not None and value.shape != input_ids.shape:
+                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(value.shape))
+        if mode not in ("topk", "threshold"):
+            fail("mode", "'topk' or 'threshold'", repr(mode))
+        if ks is not None and self.config.router == "expert_choice":
+            limits = (input_ids.shape[1], *ks)
+            if len(ks) != self.config.num_recursions or ks[0] != limits[0] or any(a < b for a, b in zip(limits, ks)):
+                fail("ks", f"{self.config.num_recursions} non-increasing numbers, the first {input_ids.shape[1]}", ks)
+
+    def _key_values(self, kind, **layout):
+        return kind(self.config.kv, self.config.hybrid_base, **layout)
+
+    def _real(self, positions, seqlens):
+        """(B, N) bool: tokens that are not padding."""
+        return torch.ones_like(positions, dtype=torch.bool) if seqlens is None else positions < seqlens[:, None]
+
+    def _fixed_depth(self, x, positions, seqlens):
+        """Every token takes every recursion; no gates. Also the dense model, as one recursion."""
+        key_values = self._key_values(BatchedKeyValues, seqlens=seqlens)
+        for r in range(self.config.num_recursions):
+            key_values.begin(r)
+            x = self.block(x, r, positions, key_values.attend)
+        depths = torch.where(self._real(positions, seqlens), self.config.num_recursions, 0)
+        return x, (depths, {}, {})
+
+    def _expert_choice(self, x, ks, seqlens):
+        """Each recursion keeps the best k of the tokens that the one before kept (paper, equation 1)."""
+        config = self.config
+        batch, length, _ = x.shape
+        key_values = self._key_values(BatchedKeyValues, seqlens=seqlens)
+        depths = torch.zeros(batch, length + 1, dtype=torch.int64, device=x.device)
+        aux, z, accuracies = [], [], []
+        kept = None
+        for r, k in enumerate(ks):
+            router = self.routers[r]
+            routed = ops.route(
+                x,
+                router.weight[0] if router.linear else None,
+                k,
+                logits=None if router.linear else router(self._candidate_rows(x, kept))[..., 0],
+                candidates=kept,
+                seqlens=seqlens,
+                activation=config.router_activation,
+                alpha=config.alpha,
+                temperature=config.temperature,
+                rank=config.rank,
+            )
+            positions = routed.indices.clamp(min=0)
+            key_values.begin(r, routed.indices, routed.counts)
+            update = self.block(routed.rows, r, positions, key_values.attend)
+
+            deciding = routed.logits
+            if len(self.aux_routers):
+                deciding = self.aux_routers[r](self._candidate_rows(x.detach(), kept))[..., 0]
+            if config.aux != "none":
+                aux.append(ops.aux_loss(deciding, routed.indices, candidates=kept, seqlens=seqlens))
+            candidates = torch.arange(length, device=x.device).expand(batch, length) if kept is None else kept
+            valid = (candidates >= 0) & self._real(candidates, seqlens)
+            z.append(ops.z_loss(routed.logits, valid=valid))
+
+            depths.scatter_(1, torch.where(routed.indices >= 0, routed.indices, length), r + 1)
+            x = ops.scatter_back(x, update, routed.indices, routed.gates, residual=config.residual)
+            if r:
+                chosen = depths.gather(1, candidates.clamp(min=0)) == r + 1
+                accuracies.append(ops.sampling_accuracy(deciding.detach() > 0, chosen, valid))
+            kept = routed.indices
+        depths = depths[:, :length]
+        losses = {"aux": sum(aux)} if aux else {}
+        metrics = {"dead_token_ratio": ops.dead_token_ratio(depths == config.num_recursions)}
+        if accuracies:
+            metrics["sampling_accuracy"] = torch.stack(accuracies).mean()
+        return x, (depths, {**losses, "z": sum(z)}, metrics)
+
+    @staticmethod
+    def _candidate_rows(x, kept):
+        if kept is None:
+            return x
+        first = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
+        rows = ops.gather(x.flatten(0, 1), torch.where(kept >= 0, kept + first, -1).flatten())
+        return rows.view(*kept.shape, -1)
+
+    def _threshold(self, x, positions, seqlens):
+        """Expert-choice without a look at later tokens: a token goes on while the deciding logit is positive."""
+        config = self.config
+        key_values = self._key_values(PackedKeyValues)
+        shape, length = x.shape, x.shape[1]
+        depths = self._real(positions, seqlens).long()
+        x = x.flatten(0, 1)
+        places = depths.flatten().cumsum(0) - 1
+        for r in range(config.num_recursions):
+            if r:
+                depths = torch.where((depths == r) & self.goes_on(r, x).view(shape[:2]), r + 1, depths)
+            packed = ops.pack_depths((depths > r).int(), 1)
+            ((indices, cu_seqlens, longest),) = self._trim(packed, length)
+            rows = ops.gather(x, indices)
+            where = indices.clamp(min=0)
+            key_values.begin(r, where % length, cu_seqlens, longest, torch.where(indices >= 0, places[where], -1))
+            update = self.block(rows, r, where % length, key_values.attend)
+            gates = self.expert_gates(r, rows)
+            x = ops.scatter_back(x, update, indices, gates, residual=config.residual)
+        return x.view(shape), (depths, {}, {})
+
+    def goes_on(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
+        """Expert-choice at inference: whether states (..., D) that were kept so far enter ``recursion`` >= 1; bool (...).
+
+        The unscaled logit decides, of the auxiliary router where there is one; what is no number doesn't go on.
+        """
+        return (self.aux_routers if len(self.aux_routers) else self.routers)[recursion](x)[..., 0] > 0
+
+    def expert_gates(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
+        """Expert-choice: fp32 gates (...) of states (..., D) entering ``recursion``, as :func:`ops.route` makes them."""
+        logits = self.routers[recursion](x)[..., 0]
+        largest = torch.finfo(logits.dtype).max
+        activation = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda t: t}[self.config.router_activation]
+        return torch.where(logits.isnan(), 0, self.config.alpha * activation(logits.clamp(-largest, largest)))
+
+    def choose_depths(self, x: torch.Tensor, valid: torch.Tensor | None = None):
+        """Token-choice: router logits, depths (B, N) and probabilities (B, N, Nr) of states (B, N, D) entering the
+        first recursion; the gate of recursion r is ``alpha * probs[..., r]``."""
+        logits = self.routers[0](x)
+        return logits, *ops.choose_depths(
+            logits, activation=self.config.router_activation, bias=self.router_bias, valid=valid
+        )
+
+    def _token_choice(self, x, positions, seqlens):
+        """Each token takes the recursions up to the depth that the router gave it at the outset (paper, equation 2)."""
+        config = self.config
+        key_values = self._key_values(PackedKeyValues)
+        shape, length = x.shape, x.shape[1]
+        real = self._real(positions, seqlens)
+        logits, depths, probs = self.choose_depths(x, real)
+        gates = (config.alpha * probs).flatten(0, 1)
+        start = state = x.flatten(0, 1)
+        places = real.flatten().cumsum(0) - 1
+        packed = ops.pack_depths(depths, config.num_recursions)
+        for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length)):
+            where = indices.clamp(min=0)
+            key_values.begin(r, where % length, cu_seqlens, longest, torch.where(indices >= 0, places[where], -1))
+            update = self.block(ops.gather(state, indices), r, where % length, key_values.attend)
+            gate = ops.gather(gates[:, r], indices) if config.gate == "every_step" else None
+            state = ops.scatter_back(state, update, indices, gate, residual="none")
+        exit_gate = None
+        if config.gate == "exit_only":
+            exit_gate = gates.gather(1, depths.view(-1, 1).clamp(min=1) - 1)[:, 0]
+        everyone = torch.where(real.flatten(), torch.arange(len(start), device=x.device), -1)
+        x = ops.scatter_back(start, state, everyone, exit_gate).view(shape)
+
+        losses = {"z": ops.z_loss(logits, valid=real)}
+        if config.balance == "loss":
+            losses["balance"] = ops.balance_loss(probs, depths, scope=config.balance_scope)
+        recursions = torch.arange(1, config.num_recursions + 1, device=x.device)
+        with torch.no_grad():
+            share = torch.where(real[..., None], probs, 0).sum((0, 1)) / real.sum().clamp(min=1)
+            metrics = {
+                "max_vio": ops.max_vio((depths[..., None] == recursions).sum((0, 1))),
+                "entropy": ops.routing_entropy(share[None]),
+            }
+        return x, (depths, losses, metrics)
+
+    @staticmethod
+    def _trim(packed, length):
+        """Each recursion's (indices, cu_seqlens, bound on a sequence's tokens), cut to the tokens there are.
+
+        Reading how many there are waits for the device once; a compiled graph keeps the full, static size instead.
+        """
+        if torch.compiler.is_compiling():
+            return [(i, c, length) for i, c in zip(packed.indices, packed.cu_seqlens)]
+        sizes = torch.stack((packed.cu_seqlens[:, -1], packed.cu_seqlens.diff(dim=1).amax(1))).T.tolist()
+        return [(i[:n], c, m) for i, c, (n, m) in zip(packed.indices, packed.cu_seqlens, sizes)]
+
+    @torch.no_grad()
+    def update_router_bias(self, depths: torch.Tensor) -> None:
+        """Loss-free balancing, once an optimizer step: depths of the step's tokens, on this rank; no-op without it."""
+        if self.router_bias is None:
+            return
+        recursions = torch.arange(1, self.config.num_recursions + 1, device=depths.device)
+        counts = (depths.reshape(-1, 1) == recursions).sum(0)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts)
+        self.router_bias.copy_(ops.router_bias_update(self.router_bias, counts, self.config.bias_update_rate))
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed."""
+        os.makedirs(directory, exist_ok=True)
+        weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
+        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, weights + ".tmp", {"format": "pt"})
+        os.replace(weights + ".tmp", weights)
+        with open(config + ".tmp", "w") as file:
+            json.dump(self.config.to_dict(), file, indent=2)
+        os.replace(config + ".tmp", config)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike, **changes) -> MoR:
+        """A saved model; ``changes`` override fields of its configuration.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, corrupt or of another model; the message says which.
+        """
+        weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
+        for path in (config, weights):
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"{path}: expected a saved model's file, found none")
+        model = cls(MoRConfig.from_dict({**MoRConfig.load(config).to_dict(), **changes}))
+        try:
+            state = load_file(weights)
+        except SafetensorError as error:
+            raise ValueError(f"{weights}: expected a safetensors file, got a corrupt one: {error}") from None
+        model.load_checked(state, weights)
+        return model
+
+    def load_checked(self, state: dict[str, torch.Tensor], source: str) -> None:
+        """Load a state dict whose names and shapes are this model's, or say what differs."""
+        own = self.state_dict()
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unknown:
+            raise ValueError(f"{source}: expected the model's tensors, got without {missing[:3]}, besides {unknown[:3]}")
+        for name, value in own.items():
+            if state[name].shape != value.shape:
+                raise ValueError(
+                    f"{source}: {name}: expected shape {tuple(value.shape)}, got {tuple(state[name].shape)}"
+                )
+        self.load_state_dict(state)
+
+    @classmethod
+    def from_dense(cls, dense, config: MoRConfig, init: str = "stepwise") -> MoR:
+        """A recursive model from a dense Llama-architecture one ("uptraining"; paper, appendix on sharing strategies).
+
+        Args:
+            dense: folder of a Hugging Face checkpoint (``*.safetensors``), or its state dict.
+            config: the recursive model; widths and ``num_hidden_layers`` are the dense model's.
+            init: how a shared layer comes from the dense ones, see :func:`.convert.dense_to_recursive`.
+        """
+        model = cls(config)
+        source = "dense" if isinstance(dense, dict) else os.fspath(dense)
+        state = dense_to_recursive(read_dense(dense), config, init, model.state_dict(), source)
+        model.load_checked(state, source)
+        return model

@@ -1,0 +1,121 @@
+"""The assembled model against the independent reference: logits, depths, losses and every gradient, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mor_kernels.model import MoR, MoRConfig
+from reference.model import ReferenceMoR, random_state
+
+TINY = {
+    "vocab_size": 17,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+}
+EXPERT = {"router": "expert_choice", "num_recursions": 3, "num_hidden_layers": 8, "z_coeff": 0.01, "aux_coeff": 0.1}
+TOKEN = {"router": "token_choice", "num_recursions": 3, "num_hidden_layers": 8, "z_coeff": 0.01}
+KV = [{"kv": "recursion_wise"}, {"kv": "shared"}, {"kv": "hybrid"}, {"kv": "hybrid", "hybrid_base": "latest"}]
+
+
+def variants():
+    """A covering choice of the switches: every value of each, and every pair of router kind and key/value strategy."""
+    for router, kv in itertools.product((EXPERT, TOKEN), KV):
+        yield {**router, **kv}
+    for kv in KV:
+        yield {"num_recursions": 2, "num_hidden_layers": 6, **kv}  # fixed depth
+    yield {"num_hidden_layers": 3}  # vanilla
+    yield {"num_hidden_layers": 3, "sharing": "cycle", "tie_word_embeddings": False}
+    for sharing, router, kv in itertools.product(("cycle", "sequence", "middle_sequence"), (EXPERT, TOKEN), KV[:2]):
+        yield {**router, **kv, "sharing": sharing, "num_hidden_layers": 8 if "middle" in sharing else 6}
+    for arch in ("mlp", "wide_mlp"):
+        yield {**EXPERT, "router_arch": arch}
+        yield {**EXPERT, "router_arch": arch, "aux": "router", "temperature": 2.0}
+        yield {**TOKEN, "router_arch": arch}
+    for change in (
+        {"residual": "delta"},
+        {"router_activation": "tanh", "alpha": 1.0},
+        {"router_activation": "none", "temperature": 0.5},
+        {"aux": "router"},
+        {"aux": "none"},
+        {"capacities": (1.0, 0.9, 0.3)},
+        {"rank": "score"},
+        {"lora_rank": 2, "recursion_encoding": True},
+        {"lora_rank": 2, "kv": "shared", "sharing": "sequence", "num_hidden_layers": 6},
+    ):
+        yield {**EXPERT, **change}
+    for change in (
+        {"gate": "every_step"},
+        {"gate": "every_step", "kv": "shared"},
+        {"router_activation": "sigmoid", "alpha": 0.5},
+        {"balance": "loss_free"},
+        {"balance": "none"},
+        {"balance_scope": "batch"},
+        {"lora_rank": 2, "recursion_encoding": True, "kv": "hybrid"},
+    ):
+        yield {**TOKEN, **change}
+
+
+def name(fields):
+    shown = {k: v for k, v in fields.items() if k not in ("num_hidden_layers", "z_coeff", "aux_coeff")}
+    return "-".join(str(v) for v in shown.values())
+
+
+MASKS = {
+    "full": None,
+    "ragged": torch.tensor(
+        [[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 1, 0, 0], [0] * 9], dtype=torch.bool
+    ),
+}
+
+
+def pair(fields, seed=0):
+    config = MoRConfig(**TINY, **fields)
+    state = random_state(config.to_dict(), seed)
+    model = MoR(config).double()
+    model.load_checked(state, "random_state")
+    reference = {key: value.clone().requires_grad_(key != "router_bias") for key, value in state.items()}
+    return model, ReferenceMoR(config.to_dict(), reference), reference
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mode", ["topk", "threshold"])
+@pytest.mark.parametrize("fields", list(variants()), ids=name)
+def test_equals_reference(fields, mode, mask):
+    if mode == "threshold" and fields.get("router") != "expert_choice":
+        pytest.skip("one mode only")
+    model, oracle, weights = pair(fields)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(TINY["vocab_size"], (4, 9), generator=generator)
+    targets = torch.randint(TINY["vocab_size"], (4, 9), generator=generator)
+    targets[0, 3] = -100
+    mask = MASKS[mask]
+
+    got = model(tokens, targets, attention_mask=mask, mode=mode)
+    want = oracle.forward(tokens, targets, attention_mask=mask, mode=mode)
+
+    assert torch.equal(got.depths, want.depths)
+    if fields.get("router"):
+        assert len(got.depths.unique()) > 2, "the case is too tame: depths don't vary"
+    # float64 on both sides: only the order of sums differs
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-10, atol=1e-12)
+    assert set(want.losses) - set(got.losses) == set()
+    for key, value in want.losses.items():
+        torch.testing.assert_close(got.losses[key], value.double(), rtol=1e-9, atol=1e-12, msg=key)
+
+    got.loss.backward()
+    want.loss.backward()
+    for key, parameter in model.named_parameters():
+        expected = weights[key].grad
+        if parameter.grad is None:
+            assert expected is None or not expected.any(), f"{key} has no gradient"
+        else:
+            expected = torch.zeros_like(parameter) if expected is None else expected
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-7, atol=1e-10, msg=lambda m: f"{key}: {m}")
