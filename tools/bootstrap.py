@@ -98,13 +98,13 @@ def install():
         must_run(*pip, "install", "-q", *shlex.split(os.environ.get("MOR_TORCH", default)))
     keep = VENV / "constraints.txt"
     keep.write_text(subprocess.check_output([str(PYTHON), "-c", INSTALLED], universal_newlines=True))
-    editable = ["install", "-q", "-c", keep, "--no-build-isolation", "-e"]
-    if run(*pip, "install", "-q", "setuptools>=77") and run(*pip, *editable, ".[dev]"):
+    editable = [*pip, "install", "-q", "-c", keep, "--no-build-isolation", "-e"]
+    if run(*pip, "install", "-q", "setuptools>=77") and run(*editable, ".[dev]"):
         return
     if not any(VENV.glob("lib/python*/site-packages/host.pth")):
         sys.exit("the packages could not be installed; run make again once the cause is mended")
-    print("Going on with the packages that are there; to try again: make clean", flush=True)
-    must_run(*pip, *editable, ".", "--no-deps")
+    print("Going on with the packages that the interpreter has; to try again: make clean", flush=True)
+    run(*editable, ".[test]") or run(*editable, ".")
 
 
 def main():
