@@ -1,0 +1,6 @@
+"""Decoding: continuous depth-wise batching over a ragged paged cache."""
+
+from .engine import Completion, Engine, Event, QueueFull
+from .sampler import SamplingParams
+
+__all__ = ["Completion", "Engine", "Event", "QueueFull", "SamplingParams"]

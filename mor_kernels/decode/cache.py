@@ -63,6 +63,10 @@ class PagePool:
         need = (length + self.page_size - 1) // self.page_size - self.owned[rows.clamp(min=0)]
         return need.clamp(min=0) * (rows >= 0)
 
+    def lacks(self, rows: Tensor, counts: Tensor) -> bool:
+        """Whether `prepare` would run out of pages."""
+        return bool(self.missing(rows, counts).sum() > self.free_count)
+
     def prepare(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Give the rows the pages that `counts` more tokens need, and return those tokens' slots.
 
@@ -140,21 +144,17 @@ class Plan:
     pages: Tensor  # (R, max_pages) int32 page table of the rows read
     source: Tensor | None = None  # hybrid: (total,) int64 flat slot of each key, in place of `pages`
 
-    def attend(self, layer: int) -> Callable[[Tensor, Callable], Tensor]:
-        """Attention at one layer of the pool, of queries (n, H, d) and a function giving the tokens' own k, v."""
-
-        def attend(q: Tensor, kv: Callable) -> Tensor:
-            if self.slots is not None:
-                self.pool.append(layer, *kv(), self.slots)
-            if self.source is None:
-                k, v = self.pool.lookup(layer, self.pages, self.cu_keys, self.total)
-            else:
-                k, v = (cache[layer].flatten(0, 1)[self.source] for cache in (self.pool.k, self.pool.v))
-            return ops.attention_varlen(
-                q, k, v, self.cu_queries, self.cu_keys, self.max_queries, self.max_keys, q_positions=self.query_index
-            )
-
-        return attend
+    def attend(self, slot: int, q: Tensor, kv: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+        """Attention of queries (n, H, d) at layer `slot` of the pool; kv() gives the tokens' own k, v (n, G, d)."""
+        if self.slots is not None:
+            self.pool.append(slot, *kv(), self.slots)
+        if self.source is None:
+            k, v = self.pool.lookup(slot, self.pages, self.cu_keys, self.total)
+        else:
+            k, v = (cache[slot].flatten(0, 1)[self.source] for cache in (self.pool.k, self.pool.v))
+        return ops.attention_varlen(
+            q, k, v, self.cu_queries, self.cu_keys, self.max_queries, self.max_keys, q_positions=self.query_index
+        )
 
     def commit(self) -> None:
         self.pool.commit(self.grown, self.counts)
@@ -163,64 +163,67 @@ class Plan:
 class KVCache:
     """Keys and values of `max_sequences` sequences of a model, for its block and for its own first and last layers.
 
-    kv="recursion_wise": a row for each recursion holds the tokens that reached it. "shared": the rows of recursion 1
-    hold every token and serve all recursions. "hybrid": rows as recursion-wise; a token at recursion r sees, for each
-    position, what that position wrote at recursion r if it got there, otherwise what it wrote at recursion 1
-    (hybrid_base="first") or at the last recursion that it reached ("latest").
+    kv="recursion_wise": a row for each recursion holds the tokens that reached it. "shared": the rows of the first
+    recursion hold every token and serve all recursions. "hybrid": rows as recursion-wise; a token at recursion r sees,
+    for each position, what that position wrote at recursion r if it got there, otherwise what it wrote at the first
+    recursion (hybrid_base="first") or at the last that it reached ("latest").
     """
 
-    def __init__(self, config, layers, edges, max_sequences, num_pages, edge_pages, page_size, dtype, device):
-        """layers: those of one recursion; edges: whether the model has a first and a last layer of its own."""
+    def __init__(self, config, max_sequences, num_pages, end_pages, page_size, dtype, device):
+        """config: the model's MoRConfig; num_pages for the block, end_pages for its own first and last layers."""
         self.recursions, self.kv, self.base = config.num_recursions, config.kv, config.hybrid_base
         self.rows_each = 1 if self.kv == "shared" else self.recursions
         shape = (page_size, config.max_position_embeddings, config.num_key_value_heads, config.head_dim, dtype, device)
-        self.block = PagePool(layers, max_sequences * self.rows_each, num_pages, *shape)
-        self.edges = PagePool(2, max_sequences, edge_pages, *shape) if edges else None
-        if self.kv == "hybrid":  # the last recursion that each token took, by its place in the row of recursion 1
+        self.block = PagePool(len(config.recursion_layers[0]), max_sequences * self.rows_each, num_pages, *shape)
+        self.ends = PagePool(2, max_sequences, end_pages, *shape) if config.has_own_ends else None
+        if self.kv == "hybrid":  # the last recursion that each token took, by its position
             length = config.max_position_embeddings
             self.reached = torch.zeros(max_sequences, length, dtype=torch.int8, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self.block.nbytes + (self.edges.nbytes if self.edges else 0)
+        return self.block.nbytes + (self.ends.nbytes if self.ends else 0)
 
     def rows(self, sequences: Tensor, recursions: Tensor) -> Tensor:
-        """The row (R,) that a sequence's tokens grow at a recursion (from 1), -1 where they grow none."""
+        """The block's row (R,) that a sequence's tokens grow at a recursion (from 0), -1 where they grow none."""
         if self.kv == "shared":
-            return torch.where(recursions == 1, sequences, -1)
-        return sequences * self.recursions + recursions - 1
+            return torch.where(recursions == 0, sequences, -1)
+        return sequences * self.recursions + recursions
 
-    def plan(self, sequences: Tensor, recursions: Tensor, counts: Tensor, places: Tensor) -> Plan:
+    def all_rows(self, sequences: Tensor) -> Tensor:
+        """All rows (R, rows a sequence) of sequences (R,) in the block's pool."""
+        return sequences[:, None] * self.rows_each + torch.arange(self.rows_each, device=sequences.device)
+
+    def plan(self, sequences: Tensor, recursions: Tensor, counts: Tensor, positions: Tensor) -> Plan:
         """Plan a pass of the block and take its pages.
 
-        sequences, recursions (from 1), counts (R,) int64: the runs, each sequence at most once. places (n,) int64:
-        where each token stands in its sequence's row of recursion 1, ascending in a run; what is given for tokens that
-        are themselves at recursion 1 is ignored, and they find it in `query_index` of the plan.
+        sequences, recursions (from 0), counts (R,) int64: the runs, each sequence at most once. positions (n,) int64 of
+        the tokens in their sequences, ascending in a run; every token takes recursion 0, so its position is also its
+        place in that row.
         Raises OutOfPages before anything is changed.
         """
         grown = self.rows(sequences, recursions)
         if self.kv == "recursion_wise":
             return self._plan(self.block, grown, counts)
         base = sequences * self.rows_each
-        lane, nth = _spread(counts, len(places))
-        places = torch.where(recursions[lane] == 1, self.block.lengths[base[lane]] + nth, places)
-        keys = self.block.lengths[base] + torch.where(recursions == 1, counts, 0)
-        plan = self._plan(self.block, grown, counts, read_rows=base, keys=keys, query_index=places)
+        keys = self.block.lengths[base] + torch.where(recursions == 0, counts, 0)
+        plan = self._plan(self.block, grown, counts, read_rows=base, keys=keys, query_index=positions)
         if self.kv == "hybrid":
-            self.reached[sequences[lane], places] = recursions[lane].to(torch.int8)
+            lane, _ = _spread(counts, len(positions))
+            self.reached[sequences[lane], positions] = recursions[lane].to(torch.int8)
             plan.source = self._hybrid_slots(sequences, recursions, keys, plan.total)
         return plan
 
-    def plan_edges(self, sequences: Tensor, counts: Tensor) -> Plan:
-        """Plan the first layer (0 of the pool) or the last (1); both write the same slots, commit after the last."""
-        return self._plan(self.edges, sequences, counts)
+    def plan_ends(self, sequences: Tensor, counts: Tensor) -> Plan:
+        """Plan the first layer (slot 0 of the pool) or the last (1), which write the same places; commit after both."""
+        return self._plan(self.ends, sequences, counts)
 
     def free(self, sequence: int) -> None:
         """Give back all pages of a sequence."""
-        device = self.block.lengths.device
-        self.block.free(torch.arange(sequence * self.rows_each, (sequence + 1) * self.rows_each, device=device))
-        if self.edges:
-            self.edges.free(torch.tensor([sequence], device=device))
+        sequences = torch.tensor([sequence], device=self.block.lengths.device)
+        self.block.free(self.all_rows(sequences).flatten())
+        if self.ends:
+            self.ends.free(sequences)
 
     @staticmethod
     def _plan(pool, grown, counts, read_rows=None, keys=None, query_index=None) -> Plan:
@@ -244,15 +247,15 @@ class KVCache:
         )
 
     def _hybrid_slots(self, sequences: Tensor, recursions: Tensor, keys: Tensor, total: int) -> Tensor:
-        """Flat slot (total,) of the entry that each run's recursion sees at places 0, 1, ..., keys - 1."""
-        lane, place = _spread(keys, total)
+        """Flat slot (total,) of the entry that each run's recursion sees at positions 0, 1, ..., keys - 1."""
+        lane, position = _spread(keys, total)
         start = (keys.cumsum(0) - keys)[lane]
-        reached = self.reached[sequences[lane], place].long()
+        reached = self.reached[sequences[lane], position].long()
         entry = torch.minimum(reached, recursions[lane])
         if self.base == "first":
-            entry = torch.where(reached >= recursions[lane], entry, 1)
+            entry = torch.where(reached >= recursions[lane], entry, 0)
         # in the row of recursion e a token stands after the earlier ones that reached e
-        at_least = (reached[:, None] >= torch.arange(1, self.recursions + 1, device=reached.device)).long()
+        at_least = (reached[:, None] >= torch.arange(self.recursions, device=reached.device)).long()
         before = at_least.cumsum(0) - at_least
-        index = (before - before[start]).gather(1, entry[:, None] - 1).squeeze(1)
-        return self.block.slot(sequences[lane] * self.recursions + entry - 1, index)
+        index = (before - before[start]).gather(1, entry[:, None]).squeeze(1)
+        return self.block.slot(sequences[lane] * self.recursions + entry, index)

@@ -1,10 +1,10 @@
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mor_kernels.decode.cache import KVCache, OutOfPages, PagePool
+from mor_kernels.model import MoRConfig
 
 G, D = 2, 4
 
@@ -17,15 +17,18 @@ def new_pool(layers=1, rows=4, num_pages=8, page_size=16, max_length=64, dtype=t
 
 
 def new_cache(kv="recursion_wise", base="first", recursions=3, sequences=4, pages=64, page_size=4, length=64, layers=1):
-    config = SimpleNamespace(
+    config = MoRConfig(
+        num_hidden_layers=recursions * layers,
         num_recursions=recursions,
+        sharing="cycle",
         kv=kv,
         hybrid_base=base,
         max_position_embeddings=length,
+        num_attention_heads=2 * G,
         num_key_value_heads=G,
         head_dim=D,
     )
-    cache = KVCache(config, layers, False, sequences, pages, 0, page_size, torch.float64, torch.device("cpu"))
+    cache = KVCache(config, sequences, pages, 0, page_size, torch.float64, torch.device("cpu"))
     cache.block.k.fill_(float("nan"))
     cache.block.v.fill_(float("nan"))
     return cache
@@ -196,8 +199,8 @@ def number(sequence, place, recursion):
 
 
 def feed(cache, runs):
-    """runs: (sequence, recursion, places); returns the plan and the keys that each run sees."""
-    sequences, recursions, counts = (ints(*column) for column in zip(*[(s, r, len(p)) for s, r, p in runs]))
+    """runs: (sequence, recursion from 1, positions); returns the plan and the keys that each run sees."""
+    sequences, recursions, counts = (ints(*column) for column in zip(*[(s, r - 1, len(p)) for s, r, p in runs]))
     plan = cache.plan(sequences, recursions, counts, ints(*[p for _, _, places in runs for p in places]))
     seen = []
 
@@ -285,14 +288,14 @@ def test_mixed_depths_in_one_call_equal_one_by_one(kv, base):
             for r in range(1, s + 2):  # all tokens but the newest took s+1 recursions; the newest is about to take it
                 count = length if r <= s else length - 1
                 if count:
-                    plan = cache.plan(ints(s), ints(r), ints(count), torch.arange(count))
-                    plan.attend(0)(torch.zeros(count, 4, D).double(), lambda: [history[s, r - 1, :count]] * 2)  # noqa: B023
+                    plan = cache.plan(ints(s), ints(r - 1), ints(count), torch.arange(count))
+                    plan.attend(0, torch.zeros(count, 4, D).double(), lambda: [history[s, r - 1, :count]] * 2)  # noqa: B023
                     plan.commit()
         out = torch.empty_like(q)
         for group in groups:
             lanes = ints(*group)
-            plan = cache.plan(lanes, lanes + 1, torch.ones_like(lanes), ints(*[lengths[s] - 1 for s in group]))
-            out[lanes] = plan.attend(0)(q[lanes], lambda: (k[lanes], v[lanes]))  # noqa: B023
+            plan = cache.plan(lanes, lanes, torch.ones_like(lanes), ints(*[lengths[s] - 1 for s in group]))
+            out[lanes] = plan.attend(0, q[lanes], lambda: (k[lanes], v[lanes]))  # noqa: B023
             plan.commit()
         return out
 

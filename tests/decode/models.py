@@ -1,0 +1,57 @@
+"""Tiny models with random weights, and what the reference makes of their completions."""
+
+import torch
+
+from mor_kernels.model import MoR, MoRConfig
+from reference.model import ReferenceMoR
+
+VOCABULARY = 50
+
+
+def tiny(seed=0, **fields):
+    """(model, reference) in float64 with the same weights; large ones, so that depths and tokens vary."""
+    recursions = fields.setdefault("num_recursions", 3)
+    middle = fields.get("sharing", "middle_cycle").startswith("middle")
+    fields.setdefault("num_hidden_layers", 2 * recursions + 2 * middle)
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        **fields,
+    }
+    model = MoR(MoRConfig(**fields)).double().eval()
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(generator=g).mul_(0.6 if p.dim() == 2 and "embed" not in name else 1)
+            if name.endswith("norm.weight") or name == "recursion_encoding":
+                p.mul_(0.2).add_(1)
+        if model.router_bias is not None:
+            model.router_bias.normal_(generator=g).mul_(0.1)
+    return model, ReferenceMoR(fields, model.state_dict())
+
+
+def random_prompts(lengths, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+
+
+def assert_equals_reference(reference, completion, params):
+    """The completion asked for logprobs=VOCABULARY, so that every logit is seen."""
+    given = completion.prompt + completion.tokens[:-1]
+    result = reference.forward(torch.tensor([given]), mode="threshold")
+    assert completion.depths == result.depths[0].tolist()
+    log = result.logits[0, len(completion.prompt) - 1 :].log_softmax(-1)
+    got = torch.empty_like(log)
+    for row, top in zip(got, completion.top_logprobs):
+        for token, value in top:
+            row[token] = value
+    # float64 on both sides; sums of some hundred terms of size 1 in another order
+    torch.testing.assert_close(got, log, rtol=1e-9, atol=1e-9)
+    assert completion.logprobs == [row[t].item() for row, t in zip(got, completion.tokens)]
+    if params.temperature == 0:
+        assert completion.tokens == log.argmax(-1).tolist()
