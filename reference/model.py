@@ -275,7 +275,8 @@ class ReferenceMoR:
         losses = self.routing_losses(traces, mode)
         loss = None
         if targets is not None:
-            flat = targets.flatten()
+            real = torch.ones_like(targets) if attention_mask is None else attention_mask
+            flat = targets.masked_fill(real == 0, -100).flatten()
             total = F.cross_entropy(logits.flatten(0, 1), flat, ignore_index=-100, reduction="sum")
             losses = {"lm": total / max(int((flat != -100).sum()), 1)} | losses
             loss = losses["lm"]

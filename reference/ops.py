@@ -159,7 +159,8 @@ def choose_depths(
             is_nan = logits[b, t].isnan()
             finite[b, t] = numbers = torch.where(is_nan, lowest, logits[b, t])
             probs[b, t] = p = activate(numbers, activation)
-            preference = p if bias is None else p + bias.to(p.dtype)
+            # without a bias the logits decide: they rank as the probabilities do, and don't saturate
+            preference = numbers if bias is None else p + bias.to(p.dtype)
             depths[b, t], best = 1, -math.inf
             for i in range(Nr):
                 if not is_nan[i] and preference[i].item() > best:

@@ -48,8 +48,8 @@ SIZES = {
 class MoRConfig:
     """A Llama-like model, made recursive by ``num_recursions`` and adaptive by ``router``.
 
-    ``router="none"`` is the dense (vanilla) model for one recursion, and the fixed-depth recursive model for more.
-    Names are Hugging Face's where it has one. ``None`` asks for the router's default, and the default is what is stored.
+    ``router="none"`` is the dense (vanilla) model for one recursion and the fixed-depth recursive model for more.
+    Names are Hugging Face's where it has one. ``None`` asks for the router's default, which is what is stored then.
     """
 
     vocab_size: int = 49152
@@ -191,7 +191,7 @@ class MoRConfig:
 
     @property
     def recursion_layers(self) -> tuple[tuple[int, ...], ...]:
-        """For each recursion the unique layers that it applies, in order (paper, table "Parameter-sharing strategies")."""
+        """For each recursion the unique layers it applies, in order (paper, table "Parameter-sharing strategies")."""
         own = self.has_own_ends
         depth = self.num_hidden_layers - 2 * own
         each = depth // self.num_recursions
@@ -204,7 +204,7 @@ class MoRConfig:
         return len({i for layers in self.recursion_layers for i in layers}) + 2 * self.has_own_ends
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
-        """Tokens that each recursion keeps of ``length``, at an optimizer step of the capacity warm-up (None: after it)."""
+        """Tokens of ``length`` that each recursion keeps, at an optimizer step of the capacity warm-up (None: after)."""
         warm = 0.0
         if step is not None and step < self.cap_warmup_steps:
             warm = 0.5 * (1 + math.cos(math.pi * step / self.cap_warmup_steps))

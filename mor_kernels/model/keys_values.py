@@ -66,7 +66,7 @@ class PackedKeyValues(KeyValues):
     """Tokens packed (n,), sequence after sequence; all real tokens at the first recursion."""
 
     def begin(self, recursion, positions, cu_seqlens, max_seqlen, places=None):
-        """positions (n,) in each token's sequence; places (n,) of the tokens among the first recursion's (-1 for none)."""
+        """positions (n,) in each token's sequence; places (n,) among the first recursion's tokens, -1 for none."""
         self.first, self.positions, self.places = recursion == 0, positions, places
         self.cu_seqlens, self.max_seqlen = cu_seqlens, max_seqlen
         if self.first:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import ops
+from ..ops._numeric import wide
 from .config import MoRConfig
 
 # attend(q, kv) -> like q: attention for rotated queries (..., H, d); kv() computes the rotated keys and the values
@@ -84,7 +85,7 @@ class Router(nn.Module):
     def forward(self, x):
         """(..., D) -> fp32 logits (..., out), divided by the temperature; fp64 for fp64 x."""
         x, weight = (x, self.weight) if self.linear else (F.gelu(self.up(x)), self.down.weight)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = wide(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(dtype), weight.to(dtype)) / self.temperature
 

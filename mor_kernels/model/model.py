@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .. import ops
+from ..ops._numeric import activate, bounded, wide
 from .config import MoRConfig
 from .convert import dense_to_recursive, read_dense
 from .keys_values import BatchedKeyValues, PackedKeyValues
@@ -24,7 +25,9 @@ class MoROutput(NamedTuple):
     """What :class:`MoR` returns."""
 
     logits: torch.Tensor  # (B, T, V); zeros at padding
-    loss: torch.Tensor | None  # language model loss plus the router losses times their coefficients; None without targets
+    loss: (
+        torch.Tensor | None
+    )  # language model loss plus the router losses times their coefficients; None without targets
     losses: dict[str, torch.Tensor]  # "lm", "aux", "z", "balance" as they apply, without coefficients
     depths: torch.Tensor  # (B, T) int64: recursions that each token took; 0 at padding
     metrics: dict[str, torch.Tensor]  # "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
@@ -123,10 +126,10 @@ class MoR(nn.Module):
         Args:
             input_ids: (B, T) integers.
             targets: (B, T) int64, the token that follows each; -100 for none.
-            attention_mask: (B, T) bool or integers, 0 at padding, which may be left, right or anywhere; a token's
-                position is its rank among the real tokens of its row.
+            attention_mask: (B, T) bool or integers, 0 at padding, which may be anywhere; a token's position is
+                its rank among the real tokens of its row.
             ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``.
-            mode: "topk" (expert-choice as trained, which looks at the whole sequence) or "threshold" (causal, as decoding
+            mode: "topk" (expert-choice as trained, looking at the whole sequence) or "threshold" (causal, as decoding
                 does). Default "topk" in training and "threshold" in evaluation. Token-choice is causal in both.
 
         Returns:
@@ -166,8 +169,8 @@ class MoR(nn.Module):
         loss = None
         if targets is not None:
             count = (targets != -100).sum().clamp(min=1)
-            wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-            total = F.cross_entropy(wide, targets.flatten(), ignore_index=-100, reduction="sum")
+            rows = logits.flatten(0, 1).to(wide(logits.dtype))
+            total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
             losses = {"lm": total / count, **losses}
             coefficients = {
                 "lm": 1.0,
@@ -235,7 +238,7 @@ class MoR(nn.Module):
                 seqlens=seqlens,
                 activation=config.router_activation,
                 alpha=config.alpha,
-                temperature=config.temperature,
+                temperature=config.temperature if router.linear else 1.0,  # its own forward divides
                 rank=config.rank,
             )
             positions = routed.indices.clamp(min=0)
@@ -294,18 +297,17 @@ class MoR(nn.Module):
         return x.view(shape), (depths, {}, {})
 
     def goes_on(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
-        """Expert-choice at inference: whether states (..., D) that were kept so far enter ``recursion`` >= 1; bool (...).
+        """Expert-choice at inference: whether states (..., D) kept so far enter ``recursion`` >= 1, bool (...).
 
         The unscaled logit decides, of the auxiliary router where there is one; what is no number doesn't go on.
         """
         return (self.aux_routers if len(self.aux_routers) else self.routers)[recursion](x)[..., 0] > 0
 
     def expert_gates(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
-        """Expert-choice: fp32 gates (...) of states (..., D) entering ``recursion``, as :func:`ops.route` makes them."""
+        """Expert-choice: fp32 gates (...) of states (..., D) entering ``recursion``, as in :func:`ops.route`."""
         logits = self.routers[recursion](x)[..., 0]
-        largest = torch.finfo(logits.dtype).max
-        activation = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda t: t}[self.config.router_activation]
-        return torch.where(logits.isnan(), 0, self.config.alpha * activation(logits.clamp(-largest, largest)))
+        gates = self.config.alpha * activate(bounded(logits), self.config.router_activation)
+        return torch.where(logits.isnan(), 0, gates)
 
     def choose_depths(self, x: torch.Tensor, valid: torch.Tensor | None = None):
         """Token-choice: router logits, depths (B, N) and probabilities (B, N, Nr) of states (B, N, D) entering the
@@ -406,7 +408,9 @@ class MoR(nn.Module):
         own = self.state_dict()
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
-            raise ValueError(f"{source}: expected the model's tensors, got without {missing[:3]}, besides {unknown[:3]}")
+            raise ValueError(
+                f"{source}: expected the model's tensors, got without {missing[:3]}, besides {unknown[:3]}"
+            )
         for name, value in own.items():
             if state[name].shape != value.shape:
                 raise ValueError(

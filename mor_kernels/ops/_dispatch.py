@@ -1,7 +1,7 @@
 """One schema an op, backends plug in, and a backend that the caller named is never replaced by another.
 
-An op is declared once with :func:`define`: its ``torch.library`` schema, its fake implementation (shapes and dtypes, for
-``torch.compile`` and ``opcheck``) and one function a backend. The public function of the op checks its arguments, asks
+An op is declared once with :func:`define`: its ``torch.library`` schema, its fake implementation (shapes and dtypes,
+for ``torch.compile`` and ``opcheck``) and one function a backend. The public function of the op checks its arguments, asks
 :func:`resolve` which backend serves the call, and hands that name to the registered op as its last argument.
 """
 
@@ -61,7 +61,7 @@ def unavailable(backend: str, op: str | None = None, device: torch.device | str 
 
 
 def resolve(op: str, backend: str | None, tensor: torch.Tensor) -> str:
-    """The backend that serves ``op`` for ``tensor``: the one named by ``backend=`` or ``MOR_BACKEND``, or the best there.
+    """The backend for ``op`` on ``tensor``: the one that ``backend=`` or ``MOR_BACKEND`` names, or the best there is.
 
     Raises:
         RuntimeError: a backend was named and isn't there, with the reason.

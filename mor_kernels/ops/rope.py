@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _checks
+from ._numeric import wide
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
@@ -23,7 +24,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> to
     half, odd = divmod(x.shape[-1], 2)
     if odd:
         _checks.fail("rope", "x", "an even last dimension", x.shape[-1])
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide(x.dtype)
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
     angle = (positions[..., None].to(dtype) * frequency)[..., None, :]
     cos, sin = angle.cos(), angle.sin()

@@ -102,7 +102,7 @@ def test_equals_reference(fields, mode, mask):
 
     assert torch.equal(got.depths, want.depths)
     if fields.get("router"):
-        assert len(got.depths.unique()) > 2, "the case is too tame: depths don't vary"
+        assert len(set(got.depths.unique().tolist()) - {0}) > 1, "the case is too tame: depths don't vary"
     # float64 on both sides: only the order of sums differs
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-10, atol=1e-12)

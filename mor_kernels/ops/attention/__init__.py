@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import define, resolve
+from .._numeric import wide
 from . import eager
 
 
 def _lse(q, *shape):
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return q.new_empty(shape, dtype=wide(q.dtype))
 
 
 def _like_inputs(d_out, d_lse, q, k, v, *_):
@@ -80,9 +81,7 @@ class _AttentionVarlen(torch.autograd.Function):
     def backward(ctx, d_out, d_lse):
         *tensors, q_positions = ctx.saved_tensors
         max_seqlen_q, max_seqlen_k, scale, backend = ctx.scalars
-        gradients = _backward_varlen(
-            d_out, d_lse, *tensors, max_seqlen_q, max_seqlen_k, q_positions, scale, backend
-        )
+        gradients = _backward_varlen(d_out, d_lse, *tensors, max_seqlen_q, max_seqlen_k, q_positions, scale, backend)
         return (*gradients, *[None] * 7)
 
 
@@ -121,7 +120,7 @@ def attention(
         q: (B, Tq, H, d) queries; bf16, fp16, fp32 or fp64; any strides. Softmax and sums are in fp32 (fp64 for fp64).
         k, v: (B, Tk, G, d) keys and values; H a multiple of G, query head h uses head h // (H/G). Views of a fused
             projection are welcome.
-        q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index, plain causal attention.
+        q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index (plain causal).
         q_lens: (B,) integers; queries at and past it are padding: output zeros, no gradient.
         k_lens: (B,) integers; keys at and past it are not seen, whatever they hold.
         softmax_scale: default d ** -0.5.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from .._numeric import wide
+
 _SCORES_AT_ONCE = 2**26
 
 
@@ -30,7 +32,7 @@ def _heads_first(t, dtype, valid=None):
 
 
 def _setup(q, k, v, q_positions, q_lens, k_lens):
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
     if q_positions is None:

@@ -10,11 +10,12 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import define, resolve
+from .._numeric import wide
 from . import eager
 
 
 def _scalar(t):
-    return t.new_empty((), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)
+    return t.new_empty((), dtype=wide(t.dtype))
 
 
 def _define(name, arguments, **functions):
@@ -144,21 +145,21 @@ def dead_token_ratio(kept: torch.Tensor) -> torch.Tensor:
 
 
 def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Share of candidates for which the causal decision (threshold) equals the top-k choice; bool tensors, one shape."""
+    """Share of valid candidates whose causal decision equals the top-k choice; bool tensors of one shape."""
     _checks.tensor("sampling_accuracy", "kept", kept, tuple(kept.shape), (torch.bool,))
     _checks.tensor("sampling_accuracy", "predicted", predicted, tuple(kept.shape), (torch.bool,), kept)
     valid = torch.ones_like(kept) if valid is None else valid
-    return ((predicted == kept) & valid).sum() / valid.sum()
+    return ((predicted == kept) & valid).sum() / valid.sum().clamp(min=1)
 
 
 def max_vio(counts: torch.Tensor) -> torch.Tensor:
     """Largest relative overload of an expert, (max load - mean load) / mean load; counts (Nr,)."""
     _checks.tensor("max_vio", "counts", counts, ("Nr",), (*_checks.INTEGERS, *_checks.FLOATS))
     mean = counts.to(torch.float32).mean()
-    return (counts.max() - mean) / mean
+    return torch.where(mean > 0, (counts.max() - mean) / mean, 0)
 
 
 def routing_entropy(probs: torch.Tensor) -> torch.Tensor:
     """Entropy, in nats, of the experts' average probabilities; probs (tokens, Nr). ln Nr when balanced."""
     _checks.tensor("routing_entropy", "probs", probs, ("tokens", "Nr"))
-    return torch.special.entr(probs.to(torch.promote_types(probs.dtype, torch.float32)).mean(0)).sum()
+    return torch.special.entr(probs.to(wide(probs.dtype)).mean(0)).sum()

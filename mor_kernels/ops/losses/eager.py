@@ -3,13 +3,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-
-def _dtype(t):
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
+from .._numeric import bounded, wide
 
 
 def _targets(logits, kept, candidates, seqlens):
-    """"Was kept" (B, C) in the losses' dtype, and which candidates are real (B, C)."""
+    """Whether "was kept" (B, C) in the losses' dtype, and which candidates are real (B, C)."""
     batch, scored = logits.shape
     position = torch.arange(scored, device=logits.device).expand(batch, scored) if candidates is None else candidates
     valid = position >= 0
@@ -21,13 +19,13 @@ def _targets(logits, kept, candidates, seqlens):
         torch.where(position >= 0, position, end).contiguous(), torch.where(kept >= 0, kept, end)
     )
     local = torch.where(kept >= 0, local, scored)
-    target = torch.zeros(batch, scored + 1, dtype=_dtype(logits), device=logits.device).scatter_(1, local, 1.0)
+    target = torch.zeros(batch, scored + 1, dtype=wide(logits.dtype), device=logits.device).scatter_(1, local, 1.0)
     return target[:, :scored], valid
 
 
 def aux_loss(logits, kept, candidates, seqlens):
     target, valid = _targets(logits, kept, candidates, seqlens)
-    logits = torch.where(valid, logits.to(target.dtype), 0)
+    logits = torch.where(valid, bounded(logits.to(target.dtype)), 0)
     each = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
     return torch.where(valid, each, 0).sum() / valid.sum().clamp(min=1)
 
@@ -43,16 +41,16 @@ def _count(logits, valid):
 
 
 def z_loss(logits, valid):
-    square = logits.to(_dtype(logits)).logsumexp(-1).square()
+    square = bounded(logits.to(wide(logits.dtype))).logsumexp(-1).square()
     square = square if valid is None else torch.where(valid, square, 0)
     count = torch.as_tensor(_count(logits, valid), device=logits.device).clamp(min=1)
     return square.sum() / count
 
 
 def z_loss_backward(d_loss, logits, valid):
-    wide = logits.to(_dtype(logits))
+    logits_wide = bounded(logits.to(wide(logits.dtype)))
     count = torch.as_tensor(_count(logits, valid), device=logits.device).clamp(min=1)
-    d_logits = wide.softmax(-1) * (2 * wide.logsumexp(-1, keepdim=True) * (d_loss / count))
+    d_logits = logits_wide.softmax(-1) * (2 * logits_wide.logsumexp(-1, keepdim=True) * (d_loss / count))
     d_logits = d_logits if valid is None else torch.where(valid[..., None], d_logits, 0)
     return d_logits.to(logits.dtype)
 
@@ -64,18 +62,18 @@ def _groups(probs, depths, scope):
         probs, depths = probs.reshape(1, -1, experts), depths.reshape(1, -1)
     real = depths > 0
     chosen = depths[..., None] == torch.arange(1, experts + 1, device=depths.device)
-    return probs.to(_dtype(probs)), chosen, real, real.sum(1).clamp(min=1)
+    return probs.to(wide(probs.dtype)), chosen, real, real.sum(1).clamp(min=1)
 
 
 def balance_loss(probs, depths, scope):
-    wide, chosen, real, tokens = _groups(probs, depths, scope)
-    f = wide.shape[-1] * chosen.sum(1) / tokens[:, None]
-    p = torch.where(real[..., None], wide, 0).sum(1) / tokens[:, None]
-    return (f * p).sum() / real.any(1).sum().clamp(min=1)
+    p, chosen, real, tokens = _groups(probs, depths, scope)
+    f = p.shape[-1] * chosen.sum(1).to(p.dtype) / tokens[:, None]
+    mean_p = torch.where(real[..., None], p, 0).sum(1) / tokens[:, None]
+    return (f * mean_p).sum() / real.any(1).sum().clamp(min=1)
 
 
 def balance_loss_backward(d_loss, probs, depths, scope):
-    wide, chosen, real, tokens = _groups(probs, depths, scope)
-    f = wide.shape[-1] * chosen.sum(1) / tokens[:, None]
+    p, chosen, real, tokens = _groups(probs, depths, scope)
+    f = p.shape[-1] * chosen.sum(1).to(p.dtype) / tokens[:, None]
     d_p = f * (d_loss / real.any(1).sum().clamp(min=1)) / tokens[:, None]
     return torch.where(real[..., None], d_p[:, None], 0).to(probs.dtype).reshape(probs.shape).contiguous()

@@ -8,6 +8,7 @@ import torch
 
 from .. import _checks
 from .._dispatch import define, resolve
+from .._numeric import bounded, wide
 from . import eager
 
 
@@ -73,7 +74,11 @@ class Depths(NamedTuple):
 
 
 def choose_depths(
-    logits: torch.Tensor, *, activation: str = "softmax", bias: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    logits: torch.Tensor,
+    *,
+    activation: str = "softmax",
+    bias: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
 ) -> Depths:
     """Token-choice: each token's depth is the expert with the best score, ties to the shallower (paper, equation 2).
 
@@ -91,11 +96,10 @@ def choose_depths(
     """
     _checks.tensor("choose_depths", "logits", logits, ("B", "N", "Nr"))
     _checks.choice("choose_depths", "activation", activation, ("softmax", "sigmoid"))
-    # half the largest number, so that softmax's difference of two of them is finite
-    largest = torch.finfo(torch.float32).max / 2
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits.nan_to_num(nan=-largest).clamp(-largest, largest)
+    logits = bounded(logits.to(wide(logits.dtype)))
+    unknown = logits.isnan()
+    logits = torch.where(unknown, torch.finfo(logits.dtype).min, logits)
     probs = logits.softmax(-1) if activation == "softmax" else logits.sigmoid()
     scores = logits.detach() if bias is None else probs.detach() + bias  # logits rank alike and don't saturate
-    depths = scores.argmax(-1) + 1
+    depths = torch.where(unknown, -torch.inf, scores).argmax(-1) + 1
     return Depths(depths if valid is None else torch.where(valid, depths, 0), probs)

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import define, resolve
+from .._numeric import wide
 from . import eager
 
 
@@ -22,14 +23,10 @@ class Routed(NamedTuple):
     counts: torch.Tensor  # (B,) int32: tokens kept
 
 
-def _accumulator(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _fake(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
     batch, length, width = x.shape
     scored = length if candidates is None else candidates.shape[1]
-    dtype = _accumulator(x)
+    dtype = wide(x.dtype)
     return (
         x.new_empty(batch, k, width),
         x.new_empty(batch, k, dtype=torch.int64),
@@ -101,21 +98,22 @@ def route(
 
     ``logit = x . weight / temperature`` (fp32 accumulation, fp64 for fp64 ``x``), ``gate = alpha * G(logit)``.
     Tokens are ranked by logit, descending, ties by the lower position, so that the choice is the same on every backend
-    and every run. A logit that is not a number is never kept (and stays visible in ``logits``); infinite ones count as
-    the largest finite number. Gradients reach ``x`` (through rows, gates and logits) and ``weight`` or ``logits``.
+    and in every run. A token whose logit is not a number is never kept (the NaN stays visible in ``logits``); infinite
+    logits count as the largest finite number. Gradients reach ``x`` (through rows, gates and logits) and ``weight`` or
+    ``logits``.
 
     Args:
         x: (B, N, D) hidden states entering the recursion; bf16, fp16, fp32 or fp64; any strides.
         weight: (D,) linear router; None when ``logits`` is given.
         k: tokens to keep of each sequence, 0 <= k <= number of candidates.
-        logits: (B, C) ready logits of another router, fp32 (fp64 for fp64 ``x``), already divided by its temperature.
+        logits: (B, C) outputs of another router in place of ``x . weight``, fp32 (fp64 for fp64 ``x``).
         candidates: (B, C) int64, ascending absolute positions among which to choose (what the previous recursion kept),
             -1 for none at the end of a row. Default: all N.
         seqlens: (B,) integers; positions at and past it are padding and never kept.
-        indices: (B, k) int64, a recorded choice to be replayed (ascending, -1 at the end of a row) instead of a new one.
+        indices: (B, k) int64, a recorded choice to repeat (ascending, -1 at the end of a row) instead of a new one.
         activation: G, "sigmoid", "tanh" or "none".
-        rank: "logit"; or "score", which ranks ``alpha * G(logit)`` in the dtype of x as the authors' code does, with the
-            ties that brings.
+        rank: "logit"; or "score", which ranks ``alpha * G(logit)`` in the dtype of x as the authors' code does, with
+            the ties that this brings.
         backend: "eager", "triton" or "cuda"; default the best for the device, or ``MOR_BACKEND``.
 
     Returns:
@@ -136,7 +134,7 @@ def route(
     if weight is not None:
         _checks.tensor("route", "weight", weight, (width,), like=x)
     else:
-        _checks.tensor("route", "logits", logits, (batch, scored), (_accumulator(x),), x)
+        _checks.tensor("route", "logits", logits, (batch, scored), (wide(x.dtype),), x)
     if seqlens is not None:
         _checks.tensor("route", "seqlens", seqlens, (batch,), _checks.INTEGERS, x)
     if k < 0 or k > scored:
@@ -147,9 +145,6 @@ def route(
     _checks.choice("route", "rank", rank, ("logit", "score"))
     if not temperature > 0:
         _checks.fail("route", "temperature", "a number > 0", temperature)
-    backend = resolve("route", backend, x)
-    return Routed(
-        *_Route.apply(
-            x, weight, logits, candidates, seqlens, indices, k, activation, float(alpha), float(temperature), rank, backend
-        )
-    )
+    tensors = (x, weight, logits, candidates, seqlens, indices)
+    scalars = (activation, float(alpha), float(temperature), rank)
+    return Routed(*_Route.apply(*tensors, k, *scalars, resolve("route", backend, x)))

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .._numeric import activate, bounded, wide
 from ..gather.eager import gather
-
-
-def _limit(logits: torch.Tensor) -> torch.Tensor:
-    """Infinite logits as the largest finite numbers, so that they rank and gate as such; NaN stays."""
-    largest = torch.finfo(logits.dtype).max
-    return logits.clamp(-largest, largest)
-
-
-def _activate(logits: torch.Tensor, activation: str) -> torch.Tensor:
-    return {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda t: t}[activation](logits)
 
 
 def _candidates(x, candidates, seqlens):
@@ -54,15 +45,13 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     position, valid = _candidates(x, candidates, seqlens)
     scored = position.shape[1]
     if weight is not None:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        logits = torch.mv(x.reshape(-1, width).to(dtype), weight.to(dtype)).view(batch, length) / temperature
+        dtype = wide(x.dtype)
+        logits = torch.mv(x.reshape(-1, width).to(dtype), weight.to(dtype)).view(batch, length)
         logits = logits if candidates is None else _take(logits, candidates)
-    logits = torch.where(valid, logits, 0)
+    logits = torch.where(valid, bounded(logits / temperature), 0)
 
     if indices is None:
-        key = _limit(logits)
-        if rank == "score":
-            key = alpha * _activate(key.to(x.dtype), activation)
+        key = logits if rank == "logit" else (alpha * activate(logits, activation)).to(x.dtype)
         key = torch.where(valid & ~logits.isnan(), key, -torch.inf)
         best, order = key.sort(dim=-1, descending=True, stable=True)
         kept = best[:, :k] > -torch.inf
@@ -73,7 +62,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
         local = _locate(indices, candidates, scored, length)
 
     chosen = indices >= 0
-    gates = torch.where(chosen, alpha * _activate(_limit(_take(logits, local)), activation), 0)
+    gates = torch.where(chosen, alpha * activate(_take(logits, local), activation), 0)
     rows = gather(x.reshape(-1, width), _flat(indices, length)).view(batch, k, width)
     return rows, indices, gates, logits, chosen.sum(-1, dtype=torch.int32)
 
@@ -88,12 +77,11 @@ def route_backward(
     chosen = indices >= 0
     local = _locate(indices, candidates, scored, length)
 
-    kept_logits = _limit(_take(logits, local))
-    value = _activate(kept_logits, activation)
+    value = activate(_take(logits, local), activation)
     slope = {"sigmoid": value * (1 - value), "tanh": 1 - value * value, "none": torch.ones_like(value)}[activation]
     through_gate = torch.where(chosen, d_gates * alpha * slope, 0)
     d_logits = torch.where(valid, d_logits, 0)
-    d_logits = torch.nn.functional.pad(d_logits, (0, 1)).scatter_add(1, local, through_gate)[:, :scored]
+    d_logits = torch.nn.functional.pad(d_logits, (0, 1)).scatter_add(1, local, through_gate)[:, :scored] / temperature
 
     spare = torch.zeros(batch * length + 1, width, dtype=dtype, device=x.device)  # row -1 takes what belongs nowhere
     spare[_flat(indices, length)] = d_rows.reshape(-1, width).to(dtype)
@@ -102,7 +90,7 @@ def route_backward(
         d_weight = x.new_empty(0)
     else:
         d_score = torch.zeros(batch, length + 1, dtype=dtype, device=x.device)
-        d_score.scatter_(1, torch.where(valid, position, length), torch.where(valid, d_logits, 0) / temperature)
+        d_score.scatter_(1, torch.where(valid, position, length), torch.where(valid, d_logits, 0))
         d_score = d_score[:, :length]
         scored_rows = torch.zeros(batch, length + 1, dtype=torch.bool, device=x.device)
         scored_rows = scored_rows.scatter_(1, torch.where(valid, position, length), True)[:, :length, None]

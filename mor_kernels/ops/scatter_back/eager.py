@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from .._numeric import wide
 from ..gather.eager import gather
-
-
-def _accumulator(x, update):
-    return torch.float64 if torch.float64 in (x.dtype, update.dtype) else torch.float32
 
 
 def _write(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -18,7 +15,7 @@ def _write(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.
 
 
 def scatter_back(x, update, indices, gates, residual):
-    dtype = _accumulator(x, update)
+    dtype = wide(torch.promote_types(x.dtype, update.dtype))
     f, kept = update.to(dtype), gather(x, indices).to(dtype)
     g = 1 if gates is None else gates.to(dtype)[:, None]
     row = {"block": lambda: kept + g * f, "delta": lambda: kept + g * (f - kept), "none": lambda: g * f}[residual]()
@@ -26,7 +23,7 @@ def scatter_back(x, update, indices, gates, residual):
 
 
 def scatter_back_backward(d_out, x, update, indices, gates, residual):
-    dtype = _accumulator(x, update)
+    dtype = wide(torch.promote_types(x.dtype, update.dtype))
     dy, f = gather(d_out, indices).to(dtype), update.to(dtype)
     g = 1 if gates is None else gates.to(dtype)[:, None]
     d_update = (g * dy).to(update.dtype)
