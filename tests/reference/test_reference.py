@@ -459,6 +459,26 @@ def test_token_choice_by_hand():
     close(result.logits[0, 1, 0], f64(-1 - 0.5 * q))
 
 
+def test_router_bias_moves_depths_and_not_gates():
+    router = [[[0.0, 0.0], [1.0, 0.0], [0.0, 0.25]]]
+    reference = identity_model(TOKEN, router, balance="loss_free")
+    reference.weights["router_bias"] = f64([0.0, -1.0, 0.0])
+    result = final_state(reference, [[0]])
+    assert result.depths.tolist() == [[3]]
+    close(result.logits[0, 0, 0], f64(1 + math.exp(0.5) / (1 + math.e + math.exp(0.5))))
+
+
+def test_routers_of_two_layers_by_hand():
+    reference = make(EXPERT, router_arch="wide_mlp", temperature=2.0)
+    assert reference.weights["routers.0.up.weight"].shape == (32, 8)
+    reference.weights |= {"routers.0.up.weight": f64([[1.0], [-2.0]]), "routers.0.down.weight": f64([[1.0, 3.0]])}
+
+    def gelu(z):
+        return z * 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+    close(reference.router("routers.0", f64([[0.5]])), f64([[(gelu(0.5) + 3 * gelu(-1.0)) / 2]]))
+
+
 def test_recursion_encoding_multiplies_each_output():
     reference = identity_model(FIXED, [], recursion_encoding=True)
     encoding = reference.weights["recursion_encoding"]
@@ -618,6 +638,21 @@ def test_aux_loss_counts_every_recursion():
     for r in range(3):
         state[f"routers.{r}.weight"] = torch.zeros_like(state[f"routers.{r}.weight"])
     close(ReferenceMoR(EXPERT, state).forward(TOKENS).losses["aux"], f64(3 * math.log(2)))
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_balance_loss_is_over_real_tokens_in_the_chosen_scope(scope):
+    result = make(TOKEN, balance_scope=scope).forward(TOKENS, attention_mask=torch.tensor([[1] * 8, [0] * 5 + [1] * 3]))
+    reference = make(TOKEN)
+    state = reference.layer(
+        0, reference.weights["embed_tokens.weight"][TOKENS[0]], list(range(8)), model.Memory("shared")
+    )
+    other = reference.layer(
+        0, reference.weights["embed_tokens.weight"][TOKENS[1, 5:]], [0, 1, 2], model.Memory("shared")
+    )
+    probs = model.pad([reference.router("routers.0", x).softmax(-1) for x in (state, other)], 0.0)
+    depths = model.pad([result.depths[0], result.depths[1, 5:]], 0)
+    close(result.losses["balance"], ops.balance_loss(probs, depths, scope))
 
 
 @pytest.mark.parametrize("aux, reaches", [("loss", True), ("router", False)])
