@@ -142,7 +142,7 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
             raise ValueError(f"{file}: damaged, expected SHA-256 {digest}, found {found}")
 
     saved = json.loads((path / "config.json").read_text())
-    given = json.loads(json.dumps(vars(model.config)))
+    given = json.loads(json.dumps(model.config.to_dict()))
     differences = [f"{key}: expected {saved.get(key)!r} (checkpoint), got {given.get(key)!r}"
                    for key in sorted(saved.keys() | given.keys()) if saved.get(key) != given.get(key)]
     if differences:
@@ -154,7 +154,7 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
         optimizer.load_state_dict(loaded["optimizer"])
     except ValueError as error:
         raise ValueError(f"{path / 'trainer.pt'}: optimizer state doesn't fit this optimizer: {error}") from None
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    model.load_checked(load_file(path / "model.safetensors"), str(path / "model.safetensors"))
 
     version, internal, gauss = trainer["rng"]["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -202,7 +203,7 @@ class Trainer:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                 output = self.forward(inputs, targets=targets, ks=self.kept)
             (output.loss / config.accumulation).backward()
-            terms = {"loss": output.loss, **output.losses}
+            terms = {"loss": output.loss, **output.losses, **output.metrics}
             self.names = [*terms, "gradient_norm"]
             row = row + torch.stack([term.detach().float() for term in terms.values()]) / config.accumulation
             depths.append(output.depths)
@@ -219,8 +220,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if model.config.router == "token_choice" and model.config.balance == "loss_free":
-            model.update_router_bias(depths)
+        model.update_router_bias(depths)
         # Kept on the device: reading a number would make the host wait for it at every step.
         self.window.append(torch.cat([row, norm.reshape(1).float()]))
         self.depths += counts
@@ -244,7 +244,7 @@ class Trainer:
         rows = torch.stack(self.window).double().cpu()
         for step, row in enumerate(rows.tolist(), self.step - len(rows) + 1):
             for name, value in zip(self.names, row):
-                if not abs(value) < float("inf"):
+                if name in ("loss", "gradient_norm") and not math.isfinite(value):
                     kept = checkpoint.latest(self.checkpoints)
                     raise FloatingPointError(
                         f"{name} is {value} at step {step}, so training stopped; last good checkpoint: "

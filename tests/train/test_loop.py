@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import EXPERT, FIXED, TOKEN
+
+from mor_kernels.train import Tokens, TrainConfig, Trainer, latest, loop, plot_curves, prepare, train
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request, monkeypatch):
+    if "curves" not in request.node.name:  # they take most of the time of a tiny run
+        monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
+
+
+def metrics(trainer):
+    lines = [json.loads(line) for line in trainer.metrics.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+def at_step(trainer, step, action):
+    """Calls `action` when the trainer asks for the data of optimizer step `step` (from 0)."""
+    batch = trainer.loader.batch
+
+    def wrapped(now, micro=0):
+        if now == step and micro == 0:
+            action()
+        return batch(now, micro)
+
+    trainer.loader.batch = wrapped
+
+
+def interrupt(trainer, step, number=signal.SIGINT):
+    at_step(trainer, step, lambda: os.kill(os.getpid(), number))
+
+
+def assert_same_state(a, b):
+    for name, tensor in a.model.state_dict().items():
+        assert torch.equal(tensor, b.model.state_dict()[name]), name
+    for index, entry in a.optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(value, b.optimizer.state_dict()["state"][index][key]), (index, key)
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("kind, log_every", [(EXPERT, 1), (EXPERT, 3), (TOKEN, 3), (FIXED, 3)],
+                         ids=["expert", "expert-log-3", "token", "fixed"])
+def test_interrupted_run_equals_an_unbroken_one(make_model, make_config, tmp_path, kind, log_every):
+    changes = {"log_every": log_every, "accumulation": 2, "eval_every": 3, "eval_batches": 1, "schedule": "cosine"}
+    whole = train(make_model(**kind), make_config(out=str(tmp_path / "whole"), **changes))
+    config = make_config(out=str(tmp_path / "broken"), **changes)
+    # In the middle of the capacity warm-up, of an evaluation interval and of a log interval; then once more after it.
+    for step in (1, 6):
+        part = Trainer(make_model(seed=step - 1, **kind), config)
+        interrupt(part, step)
+        part.run()
+        assert part.interrupted and part.step == step + 1
+        torch.rand(step)
+    resumed = train(make_model(seed=3, **kind), config)
+    assert not resumed.interrupted and resumed.step == 8
+    assert_same_state(whole, resumed)
+    assert metrics(whole) == metrics(resumed)
+    if kind is TOKEN:  # moved an odd number of times, so not back at 0
+        assert part.model.router_bias.abs().sum() > 0
+    if kind is EXPERT and log_every == 1:
+        kept = [line["kept"] for line in metrics(whole) if "kept" in line]
+        assert kept[0] == [32, 32] and kept[-1] == [32, 16] and len({tuple(k) for k in kept}) > 3
+
+
+def test_going_on_after_the_end(make_model, make_config):
+    first = train(make_model(**EXPERT), make_config(steps=4))
+    again = train(make_model(seed=1, **EXPERT), make_config(steps=4))
+    assert_same_state(first, again)
+    assert train(make_model(**EXPERT), make_config(steps=6)).step == 6
+    with pytest.raises(ValueError, match=r"steps: expected at least 6, the step of .*step-00000006, got 5"):
+        Trainer(make_model(**EXPERT), make_config(steps=5))
+
+
+def test_metrics_after_the_checkpoint_are_dropped(make_model, make_config):
+    config = make_config(steps=4)
+    trainer = train(make_model(**EXPERT), config)
+    before = metrics(trainer)
+    with open(trainer.metrics, "a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    resumed = Trainer(make_model(**EXPERT), config)
+    assert metrics(resumed) == before
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"seed": 1}, r"trained on other data; seed: expected 0 \(checkpoint\), got 1"),
+    ({"sequence_length": 16}, "sequence_length: expected 32 .* got 16"),
+    ({"batch_size": 4}, "sequences per step: expected 2 .* got 4"),
+    ({"validation": 0.2}, "validation: expected 0.01 .* got 0.2"),
+    ({"steps": 1}, "steps: expected at least 2"),
+])
+def test_resuming_with_other_settings(make_model, make_config, changes, message):
+    train(make_model(**EXPERT), make_config(steps=2))
+    with pytest.raises(ValueError, match=message):
+        Trainer(make_model(**EXPERT), make_config(**{**{"steps": 2}, **changes}))
+
+
+def test_resuming_with_other_data_or_model(make_model, make_config, tmp_path):
+    train(make_model(**EXPERT), make_config(steps=2))
+    other = tmp_path / "other"
+    prepare("python-docs", other, vocab_size=300, max_tokens=20_000)
+    with pytest.raises(ValueError, match=r"trained on other data; tokens: expected \w+ \(checkpoint\), got \w+"):
+        Trainer(make_model(**EXPERT), make_config(data=str(other)))
+    with pytest.raises(ValueError, match=r"another model; vocab_size: expected 512 \(checkpoint\), got 600"):
+        Trainer(make_model(**EXPERT, vocab_size=600), make_config())
+    with pytest.raises(FileExistsError, match="a checkpoint of another run; set resume"):
+        Trainer(make_model(**EXPERT), make_config(resume=False))
+
+
+def test_micro_steps_and_batch_size_may_change_on_resuming(make_model, make_config):
+    train(make_model(**EXPERT), make_config(steps=2, batch_size=4))
+    assert train(make_model(**EXPERT), make_config(steps=3, batch_size=2, accumulation=2)).step == 3
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_stops(make_model, make_config, number):
+    trainer = Trainer(make_model(**EXPERT), make_config())
+    before = signal.getsignal(number)
+    interrupt(trainer, 2, number)
+    trainer.run()
+    assert trainer.interrupted and latest(trainer.checkpoints).name == "step-00000003"
+    assert signal.getsignal(number) is before
+
+
+def test_second_signal_stops_at_once(make_model, make_config):
+    trainer = Trainer(make_model(**EXPERT), make_config())
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(trainer, 2, twice)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert latest(trainer.checkpoints) is None
+
+
+def poison(tensor):
+    with torch.no_grad():
+        tensor.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_loss_that_is_not_finite(make_model, make_config, log_every):
+    trainer = Trainer(make_model(**EXPERT), make_config(checkpoint_every=2, log_every=log_every))
+    at_step(trainer, 5, lambda: poison(trainer.model.norm.weight))
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 6, .*checkpoint: .*step-00000004\. A lower"):
+        trainer.run()
+    assert [path.name for path in sorted(trainer.checkpoints.iterdir())] == ["step-00000002", "step-00000004"]
+    assert "NaN" not in trainer.metrics.read_text()
+    assert train(make_model(**EXPERT), trainer.config).step == 8
+
+
+def test_gradient_that_is_not_finite(make_model, make_config):
+    trainer = Trainer(make_model(**EXPERT), make_config(checkpoint_every=1, log_every=100))
+    weight = trainer.model.norm.weight
+    at_step(trainer, 3, lambda: weight.register_hook(lambda gradient: gradient * float("inf")))
+    with pytest.raises(FloatingPointError, match="gradient_norm is (nan|inf) at step 4"):
+        trainer.run()
+    assert latest(trainer.checkpoints).name == "step-00000003"
+
+
+def test_weights_that_are_not_finite(make_model, make_config, monkeypatch):
+    trainer = Trainer(make_model(**EXPERT), make_config(checkpoint_every=1))
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: poison(trainer.model.norm.weight))
+    with pytest.raises(FloatingPointError, match="weights are not finite after step 1, so no checkpoint was written"):
+        trainer.run()
+    assert latest(trainer.checkpoints) is None
+
+
+# The step
+
+
+def test_accumulation_equals_a_big_batch(make_model, make_config, tmp_path):
+    runs = []
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        config = make_config(out=str(tmp_path / str(batch_size)), batch_size=batch_size, accumulation=accumulation)
+        runs.append(train(make_model(**EXPERT).double(), config))
+    for big, small in zip(metrics(runs[0])[1:], metrics(runs[1])[1:]):
+        assert small["loss"] == pytest.approx(big["loss"], rel=1e-6)  # read as fp32
+        assert small["gradient_norm"] == pytest.approx(big["gradient_norm"], rel=1e-6)
+        assert small["depth_mix"] == big["depth_mix"]
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()):
+        # fp64 sums in another order; Adam divides by sqrt(v) + 1e-8, which magnifies 1e-16 at most a hundred million
+        # times where a gradient is nothing but rounding, times the rate.
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_optimizer_settings(make_model, make_config):
+    trainer = Trainer(make_model(**EXPERT, recursion_encoding=True, lora_rank=2), make_config())
+    decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert trainer.optimizer.defaults["betas"] == (0.9, 0.95)
+    for name, parameter in trainer.model.named_parameters():
+        vector = name.endswith("norm.weight") or name == "recursion_encoding"
+        assert decay[id(parameter)] == (0 if vector else 0.1), name
+    assert len(decay) == len(list(trainer.model.parameters()))
+
+
+def test_gradient_is_clipped_and_rate_follows_the_schedule(make_model, make_config, monkeypatch):
+    trainer = Trainer(make_model(**EXPERT), make_config(clip=1e-3, steps=20, learning_rate=1.0, checkpoint_every=20))
+    seen = []
+    step = trainer.optimizer.step
+
+    def record():
+        total = sum(p.grad.square().sum() for p in trainer.model.parameters() if p.grad is not None).sqrt()
+        seen.append((float(total), [group["lr"] for group in trainer.optimizer.param_groups]))
+        if len(seen) < 3:
+            step()
+
+    monkeypatch.setattr(trainer.optimizer, "step", record)
+    trainer.run()
+    assert all(norm == pytest.approx(1e-3, rel=1e-3) for norm, _ in seen)
+    assert [rates for _, rates in seen][15:] == [pytest.approx([rate] * 2) for rate in (1.0, 1.0, 0.75, 0.5, 0.25)]
+
+
+def test_router_bias_moves_once_a_step(make_model, make_config):
+    trainer = train(make_model(**TOKEN), make_config(steps=1, accumulation=3))
+    # One update of 0.01 on counts of the whole step, however many micro-steps there are.
+    assert trainer.model.router_bias.abs().tolist() == pytest.approx([0.01, 0.01])
+
+
+def test_metrics_and_curves(make_model, make_config, data):
+    config = make_config(steps=4, log_every=2, eval_every=2, eval_batches=2)
+    trainer = train(make_model(**EXPERT), config)
+    lines = [json.loads(line) for line in trainer.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 2, 4, 4]
+    assert lines[0]["training_tokens"] == pytest.approx(0.99 * len(Tokens(data)), rel=1e-3)
+    assert lines[0]["unigram_entropy"] == trainer.unigram_entropy
+    logged, evaluated = lines[1], lines[2]
+    assert logged["loss"] == pytest.approx(logged["lm"] + 0.001 * logged["aux"])
+    assert len(logged["depth_mix"]) == 2 and sum(logged["depth_mix"]) == pytest.approx(1)
+    assert {"aux", "gradient_norm", "learning_rate", "tokens_per_second", "kept", "sampling_accuracy"} <= logged.keys()
+    assert {"validation_loss", "validation_loss_topk", "validation_depth_mix"} <= evaluated.keys()
+    assert (trainer.out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluation_is_in_threshold_mode_on_held_out_tokens(make_model, make_config, data):
+    trainer = Trainer(make_model(**EXPERT), make_config(eval_every=1, eval_batches=3, validation=0.05))
+    with torch.no_grad():
+        trainer.model.routers[1].weight.mul_(100)  # depths that differ between the modes
+    result = trainer.evaluate()
+    held_out = Tokens(data).split(0.05)[1][:]
+    for mode, suffix in (("threshold", ""), ("topk", "_topk")):
+        total = 0.0
+        for step in range(3):
+            inputs, targets = trainer.held_out.batch(step)
+            assert all(row in held_out for row in inputs.unique().numpy())
+            logits = trainer.model.eval()(inputs, mode=mode).logits
+            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() / 3
+        assert result[f"validation_loss{suffix}"] == pytest.approx(total, rel=1e-5)
+    assert result["validation_depth_mix_topk"] == [0.5, 0.5] != result["validation_depth_mix"]
+
+
+def test_bfloat16(make_model, make_config):
+    whole = train(make_model(**EXPERT), make_config(steps=2, precision="bfloat16"))
+    assert all(p.dtype == torch.float32 for p in whole.model.parameters())
+    assert metrics(whole)[-1]["loss"] < 7
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"steps": 0}, "steps: expected at least 1, got 0"),
+    ({"log_every": 0}, "log_every: expected at least 1, got 0"),
+    ({"schedule": "step"}, "schedule: expected one of trapezoid, cosine, got 'step'"),
+    ({"precision": "float16"}, "precision: expected one of auto, float32, bfloat16, got 'float16'"),
+    ({"warmup": 0.9}, "warmup, cooldown: expected shares that sum to at most 1, got 0.9, 0.2"),
+])
+def test_settings_out_of_range(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig("data", "out", **changes)
+
+
+def test_model_that_does_not_fit(make_model, make_config):
+    with pytest.raises(ValueError, match="model vocab_size: expected at least 512, .* got 400"):
+        Trainer(make_model(vocab_size=400), make_config())
+    with pytest.raises(ValueError, match="sequence_length: expected at most the model's .* 64, got 65"):
+        Trainer(make_model(), make_config(sequence_length=65))
+
+
+def test_damaged_data_is_found_at_the_start(make_model, make_config, data, tmp_path):
+    shutil.copytree(data, tmp_path / "copy")
+    with open(tmp_path / "copy" / "tokens-00002.npy", "r+b") as file:
+        file.seek(3000)
+        file.write(b"\xff\xff\xff")
+    with pytest.raises(ValueError, match=r"tokens-00002\.npy: damaged, expected SHA-256"):
+        Trainer(make_model(), make_config(data=str(tmp_path / "copy")))
+
+
+def test_curves_without_matplotlib(make_model, make_config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.warns(UserWarning, match="curves.png was not drawn: it needs matplotlib"):
+        trainer = train(make_model(), make_config(steps=1, eval_every=1))
+    assert trainer.step == 1
+
+
+def test_curves_of_an_empty_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "unigram_entropy": 5.0}\n')
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+
+
+def test_loss_falls_below_the_unigram_entropy(make_model, make_config):
+    model = make_model(**EXPERT, initializer_range=0.05)
+    trainer = train(model, make_config(steps=60, batch_size=8, sequence_length=64, learning_rate=3e-2, log_every=20,
+                                       eval_every=60, checkpoint_every=60))
+    last = metrics(trainer)[-1]
+    assert last["validation_loss"] < trainer.unigram_entropy - 0.1
+    assert last["validation_loss_topk"] < trainer.unigram_entropy - 0.1
+
+
+def test_importing_needs_no_optional_package():
+    blocked = "import sys; sys.modules.update({'matplotlib': None, 'datasets': None, 'triton': None}); "
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", blocked + "import mor_kernels.train"], check=True, cwd=root)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [EXPERT, TOKEN], ids=["expert", "token"])
+def test_no_host_synchronisation_in_a_step(make_model, make_config, kind):
+    trainer = Trainer(make_model(**kind), make_config(device="cuda"))
+    for trainer.step in range(3):
+        trainer._train_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.step = 3
+        trainer._train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
