@@ -89,7 +89,7 @@ def create():
 
 def install():
     pip = [PYTHON, "-m", "pip"]
-    if not runs(PYTHON, "import pip") and not run(PYTHON, "-m", "ensurepip"):
+    if not runs(PYTHON, "import pip") and not runs(PYTHON, "import ensurepip; ensurepip.bootstrap()"):
         if not run(sys.executable, "-m", "pip", "--python", PYTHON, "install", "-q", "pip"):
             sys.exit(f"{sys.executable} has neither pip nor ensurepip (on Debian: apt-get install python3-venv)")
     if not runs(PYTHON, "import torch"):

@@ -1,0 +1,75 @@
+"""Run as a script: call every operator, forward and backward, where the packages named below don't exist."""
+
+from importlib.machinery import PathFinder
+
+ABSENT = {"triton", "matplotlib", "datasets", "tqdm", "tokenizers"}
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *where: None if name.partition(".")[0] in ABSENT else find_spec(name, *where)
+)
+
+import sys  # noqa: E402
+
+import torch  # noqa: E402
+
+from mor_kernels import model, ops  # noqa: E402, F401
+
+assert not ABSENT & set(sys.modules)
+
+B, N, K, D, H, G, NR = 2, 6, 3, 4, 2, 1, 2
+
+
+def floats(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+x, weight, logits = floats(B, N, D), floats(D), floats(B, N, NR)
+q, k, v = floats(B, N, H, D), floats(B, N, G, D), floats(B, N, G, D)
+cache = floats(B, N, G, D)
+cu_seqlens = torch.tensor([0, N, 2 * N], dtype=torch.int32)
+pages = torch.arange(B, dtype=torch.int32)[:, None]
+rows = torch.tensor([4, -1, 2])
+kept = torch.tensor([[True, False, True], [False, False, True]])
+counts = torch.tensor([3.0, 1.0])
+routed = ops.route(x, weight, K)
+depths = ops.choose_depths(logits).depths
+
+
+def append_in_place():
+    with torch.no_grad():
+        new, old = k.flatten(0, 1)[:3].detach(), torch.zeros(B, N, G, D)
+        ops.kv_append_(new, new, old, old.clone(), rows)
+        return old
+
+
+CALLS = {
+    "attention": lambda: ops.attention(q, k, v),
+    "attention_varlen": lambda: ops.attention_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, N, N
+    ),
+    "aux_loss": lambda: ops.aux_loss(routed.logits, routed.indices),
+    "balance_loss": lambda: ops.balance_loss(logits.softmax(-1), depths),
+    "choose_depths": lambda: ops.choose_depths(logits).probs,
+    "dead_token_ratio": lambda: ops.dead_token_ratio(kept),
+    "gather": lambda: ops.gather(x.flatten(0, 1), rows),
+    "kv_append": lambda: ops.kv_append(k.flatten(0, 1)[:3], v.flatten(0, 1)[:3], cache, cache, rows)[0],
+    "kv_append_": append_in_place,
+    "kv_lookup": lambda: ops.kv_lookup(cache, cache, pages, cu_seqlens, 2 * N)[0],
+    "max_vio": lambda: ops.max_vio(counts),
+    "pack_depths": lambda: ops.pack_depths(depths, NR).indices,
+    "rope": lambda: ops.rope(q, torch.arange(N).expand(B, N)),
+    "route": lambda: ops.route(x, weight, K).rows,
+    "router_bias_update": lambda: ops.router_bias_update(torch.zeros(NR), counts),
+    "routing_entropy": lambda: ops.routing_entropy(logits.softmax(-1).flatten(0, 1)),
+    "sampling_accuracy": lambda: ops.sampling_accuracy(~kept, kept),
+    "scatter_back": lambda: ops.scatter_back(x, routed.rows, routed.indices, routed.gates),
+    "z_loss": lambda: ops.z_loss(logits),
+}
+
+functions = {name for name in ops.__all__ if not isinstance(getattr(ops, name), type)}
+assert functions == set(CALLS), f"no call here, or no such operator: {functions ^ set(CALLS)}"
+for name, call in CALLS.items():
+    result = call()
+    assert torch.isfinite(result).all(), name
+    if result.requires_grad:
+        result.sum().backward(retain_graph=True)
