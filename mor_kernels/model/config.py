@@ -204,7 +204,7 @@ class MoRConfig:
         return len({i for layers in self.recursion_layers for i in layers}) + 2 * self.has_own_ends
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
-        """Tokens of ``length`` that each recursion keeps, at an optimizer step of the capacity warm-up (None: after)."""
+        """Tokens of ``length`` that each recursion keeps at an optimizer step of the capacity warm-up (None: after)."""
         warm = 0.0
         if step is not None and step < self.cap_warmup_steps:
             warm = 0.5 * (1 + math.cos(math.pi * step / self.cap_warmup_steps))

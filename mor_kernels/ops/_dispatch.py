@@ -1,8 +1,8 @@
 """One schema an op, backends plug in, and a backend that the caller named is never replaced by another.
 
 An op is declared once with :func:`define`: its ``torch.library`` schema, its fake implementation (shapes and dtypes,
-for ``torch.compile`` and ``opcheck``) and one function a backend. The public function of the op checks its arguments, asks
-:func:`resolve` which backend serves the call, and hands that name to the registered op as its last argument.
+for ``torch.compile`` and ``opcheck``) and one function a backend. The public function of the op checks its arguments,
+asks :func:`resolve` which backend serves the call, and hands that name to the registered op as its last argument.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", run_fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def apply(function: type[torch.autograd.Function], *arguments):
+    """``function.apply``, with a tensor that comes twice (one ``cu_seqlens`` for queries and keys) as two, since Dynamo
+    doesn't trace it otherwise."""
+    distinct = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and any(argument is other for other in distinct):
+            argument = argument.view_as(argument)
+        distinct.append(argument)
+    return function.apply(*distinct)
 
 
 def unavailable(backend: str, op: str | None = None, device: torch.device | str | None = None) -> str | None:

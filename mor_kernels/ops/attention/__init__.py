@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from .._numeric import wide
 from . import eager
 
@@ -138,7 +138,7 @@ def attention(
     for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
         if lens is not None:
             _checks.tensor(op, name, lens, (batch,), _checks.INTEGERS, q)
-    out, lse = _Attention.apply(q, k, v, q_positions, q_lens, k_lens, scale, resolve(op, backend, q))
+    out, lse = apply(_Attention, q, k, v, q_positions, q_lens, k_lens, scale, resolve(op, backend, q))
     return (out, lse) if return_lse else out
 
 
@@ -176,7 +176,17 @@ def attention_varlen(
     _checks.tensor(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), (torch.int32,), q)
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
-    out, lse = _AttentionVarlen.apply(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, resolve(op, backend, q)
+    out, lse = apply(
+        _AttentionVarlen,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        q_positions,
+        scale,
+        resolve(op, backend, q),
     )
     return (out, lse) if return_lse else out

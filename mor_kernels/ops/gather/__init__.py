@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from . import eager
 
 _forward = define(
@@ -47,4 +47,4 @@ def gather(x: torch.Tensor, indices: torch.Tensor, *, backend: str | None = None
     """
     _checks.tensor("gather", "x", x, ("M", *x.shape[1:]))
     _checks.tensor("gather", "indices", indices, ("n",), (torch.int64,), x)
-    return _Gather.apply(x, indices, resolve("gather", backend, x))
+    return apply(_Gather, x, indices, resolve("gather", backend, x))

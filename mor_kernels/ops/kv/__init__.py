@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from . import eager
 
 _APPEND_ARGUMENTS = "Tensor slots, str backend"
@@ -126,7 +126,7 @@ def kv_append(
         Two new caches.
     """
     _check_append("kv_append", k, v, k_cache, v_cache, slots)
-    return _Append.apply(k, v, k_cache, v_cache, slots, resolve("kv_append", backend, k_cache))
+    return apply(_Append, k, v, k_cache, v_cache, slots, resolve("kv_append", backend, k_cache))
 
 
 def kv_append_(
@@ -175,4 +175,4 @@ def kv_lookup(
     _checks.tensor(op, "cu_seqlens", cu_seqlens, (page_table.shape[0] + 1,), (torch.int32,), k_cache)
     if total < 0:
         _checks.fail(op, "total", "at least 0", total)
-    return _Lookup.apply(k_cache, v_cache, page_table, cu_seqlens, total, resolve(op, backend, k_cache))
+    return apply(_Lookup, k_cache, v_cache, page_table, cu_seqlens, total, resolve(op, backend, k_cache))

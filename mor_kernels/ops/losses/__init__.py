@@ -5,11 +5,13 @@ Losses are means without their coefficients, computed and returned in fp32 (fp64
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from .._numeric import wide
 from . import eager
 
@@ -44,7 +46,7 @@ def _define(name, arguments, **functions):
             args = [next(saved) if t else a for t, a in zip(ctx.is_tensor, ctx.args)]
             return (backward(d_loss, *args), *[None] * (len(args) - 1))
 
-    return Loss.apply
+    return functools.partial(apply, Loss)
 
 
 _aux = _define(

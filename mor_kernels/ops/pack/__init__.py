@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from .._numeric import bounded, wide
 from . import eager
 
@@ -63,7 +63,7 @@ def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | Non
     _checks.tensor("pack_depths", "depths", depths, ("B", "N"), _checks.INTEGERS)
     if num_recursions < 1:
         _checks.fail("pack_depths", "num_recursions", "at least 1", num_recursions)
-    return Packed(*_Pack.apply(depths, num_recursions, resolve("pack_depths", backend, depths)))
+    return Packed(*apply(_Pack, depths, num_recursions, resolve("pack_depths", backend, depths)))
 
 
 class Depths(NamedTuple):

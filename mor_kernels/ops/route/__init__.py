@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from .._numeric import wide
 from . import eager
 
@@ -147,4 +147,4 @@ def route(
         _checks.fail("route", "temperature", "a number > 0", temperature)
     tensors = (x, weight, logits, candidates, seqlens, indices)
     scalars = (activation, float(alpha), float(temperature), rank)
-    return Routed(*_Route.apply(*tensors, k, *scalars, resolve("route", backend, x)))
+    return Routed(*apply(_Route, *tensors, k, *scalars, resolve("route", backend, x)))

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import define, resolve
+from .._dispatch import apply, define, resolve
 from . import eager
 
 RESIDUALS = ("block", "delta", "none")
@@ -90,7 +90,8 @@ def scatter_back(
     if len(lead) == 2:
         first = torch.arange(lead[0], device=x.device)[:, None] * lead[1]
         indices = torch.where(indices >= 0, indices + first, -1)
-    out = _ScatterBack.apply(
+    out = apply(
+        _ScatterBack,
         x.reshape(-1, width),
         update.reshape(-1, width),
         indices.reshape(-1),

@@ -1,0 +1,226 @@
+"""What every op owes PyTorch: registration, gradients, compilation without recompiling, autocast, determinism, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mor_kernels import ops
+from tests.strategies import DEVICES, normal
+
+INDEX = torch.tensor([[0, 2, 4], [1, -1, -1]])
+FLAT = torch.tensor([0, 2, 4, 6, -1, 9])
+LENS = torch.tensor([5, 3])
+DEPTHS = torch.tensor([[1, 3, 2, 1, 0], [2, 2, 0, 0, 0]])
+CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 2, 5], [0, 4, 7, 7]))
+TABLE, CU_ROWS = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32), torch.tensor([0, 5, 8], dtype=torch.int32)
+
+# name -> (function of the differentiable tensors and the other ones, shapes of the former, the latter)
+CASES = {
+    "route": (lambda x, w, n: ops.route(x, w, 3, seqlens=n), [(2, 5, 4), (4,)], [LENS]),
+    "route_nested": (
+        lambda x, w, c: ops.route(x, w, 2, candidates=c, activation="tanh", alpha=1.0, temperature=0.5),
+        [(2, 5, 4), (4,)],
+        [INDEX],
+    ),
+    "route_replay": (lambda x, l, i: ops.route(x, None, 3, logits=l, indices=i), [(2, 5, 4), (2, 5)], [INDEX]),
+    "gather": (lambda x, i: ops.gather(x, i), [(10, 3)], [FLAT]),
+    "pack_depths": (lambda d: ops.pack_depths(d, 3), [], [DEPTHS]),
+    "scatter_block": (lambda x, f, g, i: ops.scatter_back(x, f, i, g), [(2, 5, 4), (2, 3, 4), (2, 3)], [INDEX]),
+    "scatter_delta": (
+        lambda x, f, g, i: ops.scatter_back(x, f, i, g, residual="delta"),
+        [(10, 4), (6, 4), (6,)],
+        [FLAT],
+    ),
+    "scatter_none": (lambda x, f, i: ops.scatter_back(x, f, i, residual="none"), [(10, 4), (6, 4)], [FLAT]),
+    "attention": (
+        lambda q, k, v, p: ops.attention(q, k, v, q_positions=p, return_lse=True),
+        [(2, 3, 6, 4), (2, 5, 2, 4), (2, 5, 2, 4)],
+        [torch.tensor([[0, 2, 4], [1, 2, 3]])],
+    ),
+    "attention_ragged": (
+        lambda q, k, v, n: ops.attention(q, k, v, q_lens=n, k_lens=n),
+        [(2, 5, 3, 4), (2, 5, 1, 4), (2, 5, 1, 4)],
+        [LENS],
+    ),
+    "attention_varlen": (
+        lambda q, k, v, a, b: ops.attention_varlen(q, k, v, a, b, 3, 4),
+        [(6, 6, 4), (8, 2, 4), (8, 2, 4)],
+        [CU_Q, CU_K],
+    ),
+    "kv_append": (
+        lambda k, v, kc, vc, s: ops.kv_append(k, v, kc, vc, s),
+        [(3, 2, 4), (3, 2, 4), (2, 4, 2, 4), (2, 4, 2, 4)],
+        [torch.tensor([7, -1, 2])],
+    ),
+    "kv_lookup": (
+        lambda kc, vc, t, c: ops.kv_lookup(kc, vc, t, c, 9),
+        [(4, 4, 2, 3), (4, 4, 2, 3)],
+        [TABLE, CU_ROWS],
+    ),
+    "aux_loss": (lambda l, i, n: ops.aux_loss(l, i, seqlens=n), [(2, 5)], [INDEX, LENS]),
+    "z_loss": (lambda l, d: ops.z_loss(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
+    "balance_loss": (lambda p, d: ops.balance_loss(p, d), [(2, 5, 3)], [DEPTHS]),
+    "choose_depths": (lambda l, d: ops.choose_depths(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
+    "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [torch.tensor([[0, 1, 2, 3, 9], [5, 5, 0, 1, 100]])]),
+}
+WIDE = {"route_replay": 1, "scatter_block": 2, "scatter_delta": 2}  # which input is never narrower than fp32
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def make(name, seed=0, dtype=torch.float64, device="cpu"):
+    function, shapes, others = CASES[name]
+    inputs = [normal(shape, seed + i, dtype).to(device) for i, shape in enumerate(shapes)]
+    if name in WIDE and dtype != torch.float64:
+        inputs[WIDE[name]] = inputs[WIDE[name]].float()
+    inputs = [t.requires_grad_() for t in inputs]
+    return function, inputs, [t.to(device) for t in others]
+
+
+def floating(outputs):
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [t for t in outputs if t.is_floating_point()]
+
+
+def results(function, inputs, others):
+    """All outputs, and the gradients of a fixed random projection of them."""
+    outputs = function(*inputs, *others)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    scalars = [(t.float() * normal(t.shape, i, torch.float32).to(t.device)).sum() for i, t in enumerate(floating(outputs))]
+    gradients = torch.autograd.grad(sum(scalars), inputs) if inputs else ()
+    return [*outputs, *gradients]
+
+
+@every_case
+def test_gradcheck(name):
+    function, inputs, others = make(name)
+    if inputs:
+        assert torch.autograd.gradcheck(lambda *tensors: tuple(floating(function(*tensors, *others))), inputs)
+
+
+class Recorder(TorchDispatchMode):
+    """The registered ops that a call reaches, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "mor_kernels":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(name, dtype):
+    function, inputs, others = make(name, dtype=dtype)
+    with Recorder() as recorder:
+        results(function, inputs, others)
+    assert recorder.calls or name in ("choose_depths", "rope")  # these two are made of PyTorch's own ops
+    for op, args in recorder.calls:
+        torch.library.opcheck(op, [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args])
+
+
+def test_opcheck_in_place_append():
+    k, v, k_cache, v_cache = (normal(shape, 0, torch.float32) for shape in [(3, 2, 4)] * 2 + [(2, 4, 2, 4)] * 2)
+    arguments = (k, v, k_cache, v_cache, torch.tensor([7, -1, 2]), "eager")
+    torch.library.opcheck(torch.ops.mor_kernels.kv_append_.default, arguments)
+
+
+@every_case
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_whole_and_once(name, device):
+    torch._dynamo.reset()
+    function, inputs, others = make(name, device=device)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for seed in (0, 7):  # the second time with other data, so another routing
+        function, inputs, others = make(name, seed, device=device)
+        if seed and name == "pack_depths":
+            others = [t.flip(0) for t in others]
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            got = results(compiled, inputs, others)
+        for a, b in zip(got, results(function, inputs, others), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_k_and_length_compile_once_more_at_most():
+    """The first change of k or N makes them symbolic; later ones recompile nothing."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x, w, k: ops.route(x, w, k).rows, fullgraph=True, backend=backend)
+    for length, k in [(9, 4), (8, 3), (11, 5), (12, 7), (20, 6)]:
+        x, w = normal((2, length, 4), 0), normal((4,), 1)
+        assert torch.equal(compiled(x, w, k), ops.route(x, w, k).rows)
+    assert len(graphs) <= 3  # static; k symbolic; k and N symbolic
+
+
+@every_case
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(name, device):
+    """Runs under autocast; attention follows it, everything else keeps its own precision."""
+    function, inputs, others = make(name, dtype=torch.float32, device=device)
+    plain = results(function, inputs, others)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        cast = results(function, inputs, others)
+    for i, (a, b) in enumerate(zip(cast, plain, strict=True)):
+        if "attention" in name:
+            assert a.dtype == (torch.bfloat16 if i == 0 else torch.float32)
+            torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.1)  # bf16 inputs: a few of its roundings
+        else:
+            assert torch.equal(a, b)
+
+
+@every_case
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_do_not_matter_and_runs_repeat(name, device):
+    function, inputs, others = make(name, dtype=torch.float32, device=device)
+    plain = results(function, inputs, others)
+    shapes = CASES[name][1]
+    strided = [normal(s, 3, torch.float32, strided=True).to(device).requires_grad_() for s in shapes]
+    with torch.no_grad():
+        for a, b in zip(strided, inputs):
+            a.copy_(b)
+    for a, b in zip(results(function, strided, others), plain, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_case
+def test_no_host_sync(name):
+    function, inputs, others = make(name, dtype=torch.float32, device="cuda")
+    results(function, inputs, others)
+    with torch.no_grad():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function(*inputs, *others)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_case
+def test_cuda_graph_replays_with_new_data(name):
+    function, inputs, others = make(name, dtype=torch.float32, device="cuda")
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            function(*inputs, *others)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = function(*inputs, *others)
+        _, fresh, _ = make(name, 11, torch.float32, "cuda")
+        for a, b in zip(inputs, fresh):
+            a.copy_(b)
+        graph.replay()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = function(*inputs, *others)
+        for a, b in zip(outputs, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
+            assert torch.equal(a, b)

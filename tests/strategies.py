@@ -1,0 +1,90 @@
+"""Hypothesis strategies and comparisons that the tests of all backends share.
+
+Inputs are drawn as small integers over a power of two where ties matter, so that equal really means equal, and from a
+seeded normal distribution otherwise. Shapes are ragged, odd, one or empty on purpose; tensors come with any strides.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from mor_kernels.ops._dispatch import BACKENDS, unavailable
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES, torch.float64)
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def targets(op: str):
+    """Parametrize a test over every (device, backend) of this machine that serves ``op``."""
+    found = [(d, b) for d in DEVICES for b in BACKENDS if unavailable(b, op, d) is None]
+    return pytest.mark.parametrize(("device", "backend"), found, ids=lambda name: name)
+
+
+sizes = st.integers(1, 9)
+sizes_or_none = st.integers(0, 9)
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(DTYPES)
+counts_of_heads = st.sampled_from([(1, 1), (3, 1), (5, 1), (7, 1), (6, 2), (4, 4)])  # query heads, key/value heads
+widths = st.sampled_from([2, 4, 6, 10])
+
+
+def normal(shape, seed, dtype=torch.float64, strided=False):
+    """Normally distributed; with ``strided`` a view that is not contiguous (every other element of the last axis, axes
+    permuted in memory)."""
+    generator = torch.Generator().manual_seed(seed)
+    if not strided or not shape:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    memory = torch.randn((*reversed(shape[:-1]), 2 * shape[-1]), generator=generator, dtype=torch.float64).to(dtype)
+    return memory.permute(*reversed(range(len(shape) - 1)), len(shape) - 1)[..., ::2]
+
+
+def tied(shape, seed, dtype=torch.float64):
+    """Multiples of 1/2 in -1..1: many exact ties, exact in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-2, 3, shape, generator=generator) / 2).to(dtype)
+
+
+def lengths(batch, most, seed):
+    """(B,) int64 in 0..most, with empty and full rows."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, most + 1, (batch,), generator=generator)
+    special = torch.randint(0, 4, (batch,), generator=generator)
+    return torch.where(special == 0, 0, torch.where(special == 1, most, drawn))
+
+
+def cu_seqlens(lens):
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def subset(batch, length, seed):
+    """(B, C) ascending positions of a random subset of each row, -1 at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(batch, length, generator=generator) < 0.6
+    most = int(chosen.sum(1).max()) if batch * length else 0
+    rows = [row.nonzero()[:, 0] for row in chosen]
+    return torch.stack([torch.nn.functional.pad(r, (0, most - len(r)), value=-1) for r in rows])
+
+
+def poison_tail(tensor, lens):
+    """A copy with NaN past each row's length."""
+    past = torch.arange(tensor.shape[1]) >= lens[:, None]
+    return tensor.masked_fill(past.view(*past.shape, *[1] * (tensor.dim() - 2)), torch.nan)
+
+
+def assert_close(got, exact, dtype, roundings=2.0, message=""):
+    """Element by element: within ``roundings`` roundings of ``dtype`` of the float64 result, relative to the value and, for
+    what cancels, to a hundredth of the largest one; float32 accumulation comes on top."""
+    got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
+    assert got.shape == exact.shape, f"{message}: shape {tuple(got.shape)} instead of {tuple(exact.shape)}"
+    assert not got.isnan().any(), f"{message}: NaN"
+    if not got.numel():
+        return
+    eps = torch.finfo(dtype).eps
+    accumulation = 0 if dtype == torch.float64 else 8 * torch.finfo(torch.float32).eps
+    largest = exact.abs().max()
+    allowed = roundings * eps * (exact.abs() + largest / 100) + (accumulation + 8 * torch.finfo(torch.float64).eps) * largest
+    worst = ((got - exact).abs() - allowed).max()
+    assert worst <= 0, f"{message}: {worst} over the budget at {((got - exact).abs() - allowed).argmax()}"
