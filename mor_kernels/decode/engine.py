@@ -277,12 +277,12 @@ class Engine:
         def events():
             given = 0
             try:
-                while True:
-                    yield from request.events[given:]
-                    given = len(request.events)
-                    if request.finish_reason is not None:
-                        break
-                    self.step()
+                while given < len(request.events) or request.finish_reason is None:
+                    if given < len(request.events):
+                        yield request.events[given]
+                        given += 1
+                    else:
+                        self.step()
             finally:
                 if request.id in self.requests:
                     self.cancel(request.id)

@@ -1,0 +1,410 @@
+import random
+
+import pytest
+import torch
+from models import VOCABULARY, assert_equals_reference, random_prompts, tiny
+
+from mor_kernels.decode import Engine, QueueFull, SamplingParams
+
+EXPERT, TOKEN = {"router": "expert_choice"}, {"router": "token_choice"}
+GRID = [
+    {"num_recursions": 1},
+    {"num_recursions": 1, "sharing": "cycle", "tie_word_embeddings": False},
+    {"num_recursions": 2, "kv": "shared"},
+    {"num_recursions": 3, "sharing": "sequence", "kv": "hybrid"},
+    {"num_recursions": 1, **EXPERT},
+    {"num_recursions": 2, "num_hidden_layers": 2, "sharing": "cycle", **EXPERT},
+    {**EXPERT, "residual": "delta", "router_activation": "tanh", "alpha": 1.0, "temperature": 0.5},
+    {**EXPERT, "aux": "router", "router_arch": "mlp", "kv": "shared"},
+    {**EXPERT, "router_arch": "wide_mlp", "lora_rank": 2, "recursion_encoding": True},
+    {**EXPERT, "lora_rank": 2, "recursion_encoding": True, "sharing": "sequence", "kv": "hybrid"},
+    {**EXPERT, "sharing": "middle_sequence", "num_hidden_layers": 8},
+    {**EXPERT, "sharing": "sequence", "kv": "shared"},
+    {**EXPERT, "sharing": "cycle", "kv": "shared", "router_activation": "none"},
+    {**EXPERT, "kv": "hybrid"},
+    {**EXPERT, "kv": "hybrid", "hybrid_base": "latest"},
+    {**EXPERT, "kv": "hybrid", "hybrid_base": "latest", "sharing": "middle_sequence"},
+    TOKEN,
+    {**TOKEN, "gate": "every_step", "alpha": 0.7},
+    {**TOKEN, "gate": "every_step", "kv": "shared", "router_activation": "sigmoid", "lora_rank": 1},
+    {**TOKEN, "balance": "loss_free", "kv": "hybrid", "sharing": "cycle"},
+    {**TOKEN, "kv": "hybrid", "hybrid_base": "latest", "gate": "every_step", "router_arch": "mlp"},
+    {**TOKEN, "sharing": "sequence", "kv": "shared", "num_recursions": 2, "balance": "loss_free"},
+]
+STRATEGIES = [
+    {**EXPERT, "kv": "recursion_wise"},
+    {**EXPERT, "kv": "shared"},
+    {**EXPERT, "kv": "hybrid", "hybrid_base": "latest"},
+    {**TOKEN, "sharing": "sequence"},
+]
+
+
+def name(fields):
+    return "-".join(str(v) for v in fields.values())
+
+
+def requests(lengths, max_tokens, logprobs):
+    params = [
+        SamplingParams(max_tokens=m, temperature=i % 2 * 0.9, seed=i, top_k=20 if i == 3 else 0, logprobs=logprobs)
+        for i, m in enumerate(max_tokens)
+    ]
+    return random_prompts(lengths), params
+
+
+def poisoned(model, **options):
+    """An engine whose unwritten keys and values are NaN, so that reading one spoils the output."""
+    engine = Engine(model, **options)
+    for pool in (engine.cache.block, engine.cache.ends):
+        if pool is not None:
+            pool.k.fill_(float("nan"))
+            pool.v.fill_(float("nan"))
+    return engine
+
+
+def assert_nothing_held(engine):
+    assert engine.metrics()["pages_in_use"] == 0
+    assert sorted(engine.free_slots) == list(range(engine.max_sequences))
+    assert not engine.running and not engine.waiting
+
+
+def assert_same(got, want):
+    assert [c.tokens for c in got] == [c.tokens for c in want]
+    assert [c.depths for c in got] == [c.depths for c in want]
+    assert [c.finish_reason for c in got] == [c.finish_reason for c in want]
+    for a, b in zip(got, want):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", GRID, ids=name)
+def test_equals_the_teacher_forced_reference(fields):
+    model, reference = tiny(**fields)
+    engine = poisoned(model, max_sequences=3, page_size=4, prefill_chunk=7)
+    prompts, params = requests((3, 9, 1, 17, 5), (6, 4, 8, 3, 1), VOCABULARY)
+    completions = engine.generate(prompts, params)
+    for completion, chosen in zip(completions, params):
+        assert_equals_reference(reference, completion, chosen)
+        assert completion.finish_reason == "length" and len(completion.tokens) == chosen.max_tokens
+    if fields.get("router") and fields.get("num_recursions") != 1:
+        assert len({depth for c in completions for depth in c.depths}) > 1
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("fields", STRATEGIES, ids=name)
+def test_interleaved_chunked_and_preempted_requests_equal_each_alone(fields):
+    model, _ = tiny(1, **fields)
+    prompts, params = requests((3, 9, 1, 5, 4), (10, 4, 12, 6, 9), 0)
+    alone = []
+    for prompt, chosen in zip(prompts, params):
+        alone += poisoned(model, max_sequences=1).generate([prompt], chosen)
+    rows = 1 if fields.get("kv") == "shared" else 3
+    for chunk, pages in ((1, None), (4, 4 * rows)):
+        engine = poisoned(model, max_sequences=4, page_size=4, prefill_chunk=chunk, num_pages=pages)
+        assert_same(engine.generate(prompts, params), alone)
+        assert (engine.metrics()["preemptions"] > 0) == (pages is not None)
+        assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_page_boundary(length):
+    model, reference = tiny(2, **EXPERT)
+    engine = Engine(model, page_size=16)
+    for pool in (engine.cache.block, engine.cache.ends):
+        pool.k.fill_(1e4)
+        pool.v.fill_(1e4)
+    params = SamplingParams(max_tokens=3, logprobs=VOCABULARY)
+    assert_equals_reference(reference, engine.generate(random_prompts([length]), params)[0], params)
+
+
+def test_one_call_of_the_block_a_step_whatever_the_depths(monkeypatch):
+    def run(sharing):
+        model, _ = tiny(3, sharing=sharing, **EXPERT)
+        calls, block = [], model.block
+        monkeypatch.setattr(model, "block", lambda *a: calls.append(a[1]) or block(*a))
+        engine = Engine(model, max_sequences=4)
+        for prompt in random_prompts([2, 3, 4, 5]):
+            engine.submit(prompt, SamplingParams(max_tokens=8))
+        engine.step()
+        per_step = []
+        while engine.running:
+            calls.clear()
+            engine.step()
+            per_step.append(list(calls))
+        return per_step
+
+    steps = run("middle_cycle")
+    assert {len(calls) for calls in steps} == {1}
+    assert any(isinstance(calls[0], torch.Tensor) and len(calls[0].unique()) == 3 for calls in steps)
+    for calls in run("sequence"):
+        assert all(isinstance(r, int) for r in calls) and len(set(calls)) == len(calls)
+
+
+def test_a_step_leaves_the_keys_already_written_alone():
+    model, _ = tiny(4, **EXPERT)
+    engine = poisoned(model, max_sequences=2, page_size=4)
+    engine.submit(random_prompts([6])[0], SamplingParams(max_tokens=5))
+    engine.step()
+    while engine.running:
+        pools = (engine.cache.block, engine.cache.ends)
+        before = [(p.k.clone(), p.v.clone()) for p in pools]
+        engine.step()
+        for pool, (k, v) in zip(pools, before):
+            written = ~k.isnan()
+            assert torch.equal(pool.k[written], k[written]) and torch.equal(pool.v[written], v[written])
+
+
+def test_rope_goes_by_position_where_few_tokens_go_deep():
+    """Only positions 0, 5 and 9 reach the third recursion, whose rows are then 1, 2 and 3 long."""
+    model, reference = tiny(5, sharing="cycle", num_hidden_layers=3, **EXPERT)
+    with torch.no_grad():
+        model.embed_tokens.weight[:, 0] = -1000.0
+        model.embed_tokens.weight[7, 0] = 1000.0
+        for router in model.routers:
+            router.weight.zero_()
+            router.weight[0, 0] = 1e-2
+    reference.weights |= {n: p.detach() for n, p in model.named_parameters()}
+    prompt = [7, 1, 2, 3, 4, 7, 5, 6, 8, 7]
+    params = SamplingParams(max_tokens=2, logprobs=VOCABULARY)
+    for chunk in (512, 2):
+        completion = Engine(model, prefill_chunk=chunk).generate([prompt], params)[0]
+        assert completion.depths[:10] == [3, 1, 1, 1, 1, 3, 1, 1, 1, 3]
+        assert_equals_reference(reference, completion, params)
+
+
+def test_preempted_requests_replay_their_depths():
+    model, _ = tiny(6, **EXPERT)
+    engine = poisoned(model, max_sequences=2)
+    request = engine.requests[engine.submit(random_prompts([8])[0], SamplingParams(max_tokens=20))]
+    while len(request.tokens) < 14:
+        engine.step()
+    depths = list(request.depths)
+    engine._make_room([request], lambda requests: True)
+    assert request.slot < 0 and engine.metrics()["pages_in_use"] == 0
+    with torch.no_grad():
+        for router in model.routers:  # routers that would now decide otherwise
+            router.weight.neg_()
+    while len(request.depths) < 16:
+        engine.step()
+    assert request.depths[: len(depths)] == depths
+    assert len(request.depths) == sum(engine.metrics()["depth_histogram"])  # recomputed positions count once
+
+
+def test_random_submissions_and_cancellations():
+    model, _ = tiny(7, num_hidden_layers=5, **EXPERT)
+    engine = poisoned(model, max_sequences=5, page_size=4, num_pages=18, prefill_chunk=4, eos_token_id=3)
+    rng = random.Random(0)
+    pools = (engine.cache.block, engine.cache.ends)
+    outcomes, work = [], {}
+    for _ in range(150):
+        if rng.random() < 0.4 and len(engine.waiting) < 4:
+            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+            params = SamplingParams(rng.randint(1, 16), temperature=rng.choice([0, 1]), seed=rng.randrange(9))
+            work[engine.submit(prompt, params)] = (prompt, params)
+        if rng.random() < 0.06 and engine.requests:
+            outcomes.append((work.pop(i := rng.choice(list(engine.requests))), engine.cancel(i)))
+        for event in engine.step():
+            if event.finish_reason:
+                outcomes.append((work.pop(event.request), engine.collect(event.request)))
+        for pool in pools:
+            assert int(pool.free_count) + int(pool.owned.sum()) == pool.num_pages
+        assert len(engine.running) + len(engine.free_slots) == 5
+    for i in list(engine.requests):
+        engine.cancel(i)
+    assert_nothing_held(engine)
+    assert engine.metrics()["preemptions"] > 0
+    reasons = [c.finish_reason for _, c in outcomes]
+    assert {"stop", "length", "cancelled"} == set(reasons)
+    for (prompt, params), completion in outcomes[::6]:
+        alone = Engine(model, max_sequences=1, eos_token_id=3).generate([prompt], params)[0]
+        n = len(completion.tokens)
+        assert alone.tokens[:n] == completion.tokens
+        assert alone.depths[: len(completion.depths)] == completion.depths
+
+
+class Letters:
+    """Token i is a letter or two; 40 and up are the bytes of a three-byte character."""
+
+    def pieces(self, token):
+        return "€".encode()[token % 3 : token % 3 + 1] if token >= 40 else bytes([97 + token % 26]) * (1 + token // 26)
+
+    def decode(self, tokens):
+        return b"".join(self.pieces(t) for t in tokens).decode("utf-8", errors="replace")
+
+    def encode(self, text):
+        return [ord(c) - 97 for c in text]
+
+
+def test_streams_equal_completions():
+    model, _ = tiny(8, **TOKEN)
+    engine = Engine(model, tokenizer=Letters(), max_sequences=2)
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=i, logprobs=2) for i in range(3)]
+    completions = engine.generate(["abc", "z", "hello"], params)
+    assert [c.text for c in completions] == [Letters().decode(c.tokens) for c in completions]
+    streams = [engine.stream(prompt, chosen) for prompt, chosen in zip(["abc", "z", "hello"], params)]
+    events = [[], [], []]
+    for _ in range(12):  # three consumers that take turns
+        for stream, got in zip(streams, events):
+            got.append(next(stream))
+    for stream, got, completion in zip(streams, events, completions):
+        assert next(stream, None) is None
+        assert [e.token for e in got] == completion.tokens
+        assert "".join(e.text for e in got) == completion.text
+        assert [e.logprob for e in got] == completion.logprobs
+        assert [e.top_logprobs for e in got] == completion.top_logprobs and len(got[0].top_logprobs) == 2
+        assert [e.depth for e in got] == completion.depths[len(completion.prompt) - 1 :]
+        assert [e.finish_reason for e in got] == [None] * 11 + ["length"]
+    assert not engine.requests
+
+
+def test_closing_a_stream_cancels_its_request():
+    model, _ = tiny(8, **TOKEN)
+    engine = Engine(model)
+    stream = engine.stream([1, 2], SamplingParams(max_tokens=9))
+    next(stream)
+    stream.close()
+    assert not engine.requests
+    assert_nothing_held(engine)
+
+
+def test_stop_strings_over_tokens_and_stop_tokens():
+    model, _ = tiny(9, **EXPERT)
+    engine = Engine(model, tokenizer=Letters())
+    params = {"max_tokens": 12, "temperature": 2.0, "seed": 3}
+    free = engine.generate(["abc"], SamplingParams(**params))[0]
+    for start in range(1, len(free.text) - 3, 4):
+        stop = free.text[start : start + 3]
+        if "\ufffd" in stop:
+            continue
+        got = engine.generate(["abc"], SamplingParams(**params, stop=[stop]))[0]
+        assert got.text == free.text[: free.text.index(stop)]
+        assert got.finish_reason == "stop"
+        assert got.tokens == free.tokens[: len(got.tokens)] and stop in Letters().decode(got.tokens)
+    token = free.tokens[5]
+    first = free.tokens.index(token)
+    got = engine.generate(["abc"], SamplingParams(**params, stop_token_ids=[token]))[0]
+    assert got.tokens == free.tokens[: first + 1] and got.finish_reason == "stop"
+    assert got.text == Letters().decode(got.tokens[:-1])
+    engine = Engine(model, tokenizer=Letters(), eos_token_id=token)
+    assert engine.generate(["abc"], SamplingParams(**params))[0] == got
+    assert engine.generate(["abc"], SamplingParams(**params, ignore_eos=True))[0] == free
+
+
+def test_generation_ends_at_the_last_position():
+    model, reference = tiny(10, max_position_embeddings=12, **EXPERT)
+    engine = poisoned(model, page_size=8)
+    params = SamplingParams(max_tokens=100, logprobs=VOCABULARY)
+    for length, tokens in ((9, 4), (12, 1)):
+        completion = engine.generate(random_prompts([length]), params)[0]
+        assert (len(completion.tokens), completion.finish_reason) == (tokens, "length")
+        assert_equals_reference(reference, completion, params)
+    with pytest.raises(ValueError, match=r"prompt: expected at most 12 tokens \(max_position_embeddings\), got 13"):
+        engine.submit([1] * 13)
+
+
+def test_empty_prompts_start_from_bos_or_eos():
+    model, _ = tiny(11, **EXPERT)
+    with pytest.raises(ValueError, match="prompt: expected at least one token"):
+        Engine(model).submit([])
+    want = Engine(model).generate([[5]], SamplingParams(max_tokens=3))
+    assert Engine(model, eos_token_id=5).generate([[]], SamplingParams(max_tokens=3, ignore_eos=True)) == want
+    assert Engine(model, eos_token_id=4, bos_token_id=5).generate([[]], SamplingParams(3, ignore_eos=True)) == want
+
+
+def test_cancel():
+    model, _ = tiny(12, **EXPERT)
+    engine = Engine(model, max_sequences=1, tokenizer=Letters())
+    running, waiting = (engine.submit("ab", SamplingParams(max_tokens=50)) for _ in range(2))
+    while len(engine.requests[running].events) < 3:
+        engine.step()
+    got = engine.cancel(running)
+    assert got.finish_reason == "cancelled" and len(got.tokens) == 3 and got.text == Letters().decode(got.tokens)
+    got = engine.cancel(waiting)
+    assert (got.tokens, got.depths, got.text, got.finish_reason) == ([], [], "", "cancelled")
+    assert engine.step() == []
+    assert_nothing_held(engine)
+
+
+def test_a_request_without_numbers_ends_alone():
+    model, _ = tiny(13, **EXPERT)
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = float("nan")
+    engine = Engine(model, max_sequences=3, tokenizer=Letters())
+    params = SamplingParams(max_tokens=5)
+    good, bad, other = engine.generate([[1, 2], [3, 7], [4]], params)
+    assert (bad.tokens, bad.text, bad.finish_reason) == ([], "", "error")
+    assert [good, other] == [engine.generate([p], params)[0] for p in ([1, 2], [4])]
+
+
+def test_queue_and_metrics():
+    model, _ = tiny(14, **EXPERT)
+    engine = Engine(model, max_sequences=2, max_waiting=2, prefill_chunk=4)
+    for _ in range(2):
+        engine.submit([1])
+    with pytest.raises(QueueFull, match="max_waiting: 2 requests wait already"):
+        engine.submit([1])
+    for i in (0, 1):
+        engine.cancel(i)
+    got = engine.generate(random_prompts([3] * 7), SamplingParams(max_tokens=4))
+    metrics = engine.metrics()
+    assert metrics["tokens"] == 28
+    assert sum(metrics["depth_histogram"]) == sum(len(c.depths) for c in got) == 7 * 6
+    assert metrics["depth_histogram"] == [sum(c.depths.count(d) for c in got) for d in (1, 2, 3)]
+    assert 0 < metrics["occupancy"] <= 1 and metrics["ticks"] > 0
+    assert metrics["cache_bytes"] == engine.cache.nbytes
+
+
+def test_cache_bytes():
+    for fields in (EXPERT, {**EXPERT, "kv": "shared"}, {**TOKEN, "sharing": "cycle"}):
+        model, _ = tiny(15, **fields)
+        engine = Engine(model.float(), cache_bytes=60_000, page_size=4)
+        assert 50_000 < engine.cache.nbytes <= 60_000 + 2 * 2 * 4 * 2 * 4 * 4  # pages of the ends are rounded up
+        assert engine.cache.block.k.dtype == torch.float32
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].tokens) == 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_sequences": 0}, "max_sequences: expected a whole number of at least 1, got 0"),
+        ({"page_size": 1.5}, "page_size: expected a whole number of at least 1, got 1.5"),
+        ({"num_pages": 3, "cache_bytes": 10}, "cache_bytes: expected None beside num_pages"),
+        ({"cache_bytes": 10}, "cache_bytes: expected at least 8192, for a page, got 10"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    model, _ = tiny(16, **EXPERT)
+    with pytest.raises(ValueError, match=message):
+        Engine(model, **options)
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([1, 50], {}, r"prompt\[1\]: expected a token id in \[0, 50\), got 50"),
+        ([-1], {}, r"prompt\[0\]: expected a token id in \[0, 50\), got -1"),
+        ("text", {}, "prompt: expected token ids, since the engine has no tokenizer"),
+        ([0.5], {}, "prompt: expected token ids or a string"),
+        ([1], {"stop": ["a"]}, "stop: expected an engine with a tokenizer"),
+        ([1], {"logprobs": 51}, r"logprobs: expected at most 50 \(vocab_size\), got 51"),
+        ([1] * 20, {}, "prompt: .* 39 tokens may take 9 pages, got 8"),
+    ],
+)
+def test_wrong_requests_are_named(prompt, params, message):
+    model, _ = tiny(16, **EXPERT)
+    engine, params = Engine(model, num_pages=8), SamplingParams(max_tokens=20, **params)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, params)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1, 2], prompt], [SamplingParams(max_tokens=20), params])
+    assert_nothing_held(engine)
+
+
+def test_wrong_ids_and_counts_are_named():
+    model, _ = tiny(16, **EXPERT)
+    engine = Engine(model)
+    for call in (engine.cancel, engine.collect):
+        with pytest.raises(ValueError, match="request: expected the id of a request that was not collected, got 5"):
+            call(5)
+    with pytest.raises(ValueError, match="request: expected one that has ended, got 0"):
+        engine.collect(engine.submit([1]))
+    with pytest.raises(ValueError, match="params: expected one, or one for each of 2 prompts, got 1"):
+        engine.generate([[1], [2]], [SamplingParams()])
