@@ -1,4 +1,4 @@
-"""When tools/bootstrap.py works on .venv and when it leaves it alone; a stand-in for .venv's python records its calls."""
+"""When tools/bootstrap.py works on .venv and when it doesn't; a stand-in for .venv's python records its calls."""
 
 import os
 import shutil
