@@ -87,7 +87,9 @@ def results(function, inputs, others):
     """All outputs, and the gradients of a fixed random projection of them."""
     outputs = function(*inputs, *others)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    scalars = [(t.float() * normal(t.shape, i, torch.float32).to(t.device)).sum() for i, t in enumerate(floating(outputs))]
+    scalars = [
+        (t.float() * normal(t.shape, i, torch.float32).to(t.device)).sum() for i, t in enumerate(floating(outputs))
+    ]
     gradients = torch.autograd.grad(sum(scalars), inputs) if inputs else ()
     return [*outputs, *gradients]
 

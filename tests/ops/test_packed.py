@@ -1,0 +1,135 @@
+"""Depths, packing, gather and scatter-back against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mor_kernels import ops
+from reference import ops as reference
+from tests import strategies as s
+
+
+@s.targets("pack_depths")
+@given(batch=s.sizes_or_none, length=s.sizes_or_none, recursions=st.integers(1, 4), seed=s.seeds,
+       dtype=st.sampled_from([torch.int64, torch.int32]))  # fmt: skip
+def test_pack_depths(device, backend, batch, length, recursions, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    depths = torch.randint(0, recursions + 1, (batch, length), generator=generator).to(dtype)
+    got = ops.pack_depths(depths.to(device), recursions, backend=backend)
+    for one, other in zip(got, reference.pack_depths(depths, recursions)):
+        assert torch.equal(one.cpu(), other)
+
+
+@given(batch=s.sizes, length=s.sizes, recursions=st.integers(1, 4), seed=s.seeds, biased=st.booleans(),
+       ties=st.booleans(), activation=st.sampled_from(["softmax", "sigmoid"]))  # fmt: skip
+def test_choose_depths(batch, length, recursions, seed, biased, ties, activation):
+    logits = (s.tied if ties else s.normal)((batch, length, recursions), seed).requires_grad_()
+    bias = s.tied((recursions,), seed + 1) if biased else None
+    seqlens = s.lengths(batch, length, seed)
+    valid = torch.arange(length) < seqlens[:, None]
+    got = ops.choose_depths(logits, activation=activation, bias=bias, valid=valid)
+    want = reference.choose_depths(logits, activation=activation, bias=bias, seqlens=seqlens)
+    assert torch.equal(got.depths, want.depths)
+    torch.testing.assert_close(got.probs[valid], want.probs[valid], rtol=1e-14, atol=0)
+    if valid.any():
+        (got,), (want,) = (torch.autograd.grad(t.probs[valid].square().sum(), logits) for t in (got, want))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("logits", "depth"),
+    [
+        ([1.0, 1.0, 1.0], 1),
+        ([0.0, 2.0, 2.0], 2),
+        ([18.0, 20.0, 19.0], 2),
+        ([torch.nan, -5.0, -4.0], 3),
+        ([torch.nan] * 3, 1),
+        ([-torch.inf, torch.inf, 0.0], 2),
+        ([-torch.inf] * 3, 1),
+    ],
+)
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_depth_of_extremes(logits, depth, activation):
+    got = ops.choose_depths(torch.tensor([[logits]]), activation=activation)
+    assert got.depths.item() == depth and got.probs.isfinite().all()
+
+
+def indices(rows, n, seed):
+    """n indices in -1..rows-1, none but -1 twice."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(rows, generator=generator)[:n]
+    order = torch.nn.functional.pad(order, (0, n - len(order)), value=-1)
+    return torch.where(torch.rand(n, generator=generator) < 0.3, -1, order)
+
+
+@s.targets("gather")
+@given(rows=s.sizes_or_none, n=s.sizes_or_none, width=s.sizes, seed=s.seeds, dtype=s.dtypes, strided=st.booleans())
+def test_gather(device, backend, rows, n, width, seed, dtype, strided):
+    x = s.normal((rows, width), seed, dtype, strided)
+    index = indices(rows, n, seed)
+    a = x.to(device).requires_grad_()
+    got = ops.gather(a, index.to(device), backend=backend)
+    assert torch.equal(got.cpu(), reference.gather(x, index))
+    upstream = s.normal((n, width), seed + 1, dtype)
+    (dx,) = torch.autograd.grad(got, a, upstream.to(device))
+    wanted = torch.zeros(rows, width, dtype=dtype)
+    for i, row in zip(index.tolist(), upstream):
+        if i >= 0:
+            wanted[i] = row
+    assert torch.equal(dx.cpu(), wanted)
+
+
+@s.targets("scatter_back")
+@given(
+    batch=st.integers(0, 3), length=s.sizes_or_none, k=s.sizes_or_none, width=s.sizes, seed=s.seeds, dtype=s.dtypes,
+    strided=st.booleans(), gated=st.booleans(), packed=st.booleans(), mixed=st.booleans(),
+    residual=st.sampled_from(["block", "delta", "none"]),
+)  # fmt: skip
+def test_scatter_back(device, backend, batch, length, k, width, seed, dtype, strided, gated, packed, mixed, residual):
+    lead, kept = ((length,), (k,)) if packed else ((batch, length), (batch, k))
+    x = s.normal((*lead, width), seed, dtype, strided)
+    update = s.normal((*kept, width), seed + 1, torch.float32 if mixed and dtype != torch.float64 else dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gates = s.normal(kept, seed + 2, wide) if gated else None
+    if packed:
+        index = indices(length, k, seed)
+    else:
+        rows = [indices(length, k, seed + b) for b in range(batch)]
+        index = torch.stack(rows) if batch else torch.empty(0, k, dtype=torch.int64)
+
+    tensors = [t for t in (x, update, gates) if t is not None]
+    a = [t.to(device).requires_grad_() for t in tensors]
+    got = ops.scatter_back(*a[:2], index.to(device), a[2] if gated else None, residual=residual, backend=backend)
+    b = [t.double().requires_grad_() for t in tensors]
+    if batch or packed:
+        want = reference.scatter_back(*b[:2], index, b[2] if gated else None, residual=residual)
+    else:
+        want = b[0] * 1
+    s.assert_close(got, want, dtype, 1, "out")  # fp32 arithmetic, rounded once
+    untouched = torch.ones(lead, dtype=torch.bool)
+    flat = index if packed else torch.where(index >= 0, index + torch.arange(batch)[:, None] * length, -1).flatten()
+    untouched.view(-1)[flat[flat >= 0]] = False
+    assert torch.equal(got.cpu()[untouched], x[untouched])  # copies are bit-exact
+
+    upstream = s.normal(x.shape, seed + 3, dtype)
+    gradients = torch.autograd.grad(got, a, upstream.to(device))
+    wanted = torch.autograd.grad(want, b, upstream.double(), materialize_grads=True, allow_unused=True)
+    for name, one, other, tensor in zip(("d_x", "d_update", "d_gates"), gradients, wanted, tensors):
+        s.assert_close(one, other, tensor.dtype, 2, name)
+
+
+def test_scatter_of_everything_back_is_the_identity():
+    """Routing all tokens and writing them back ungated gives x to the bit."""
+    x = s.normal((2, 5, 3), 0, torch.bfloat16)
+    routed = ops.route(x, torch.ones(3, dtype=torch.bfloat16), 5)
+    assert torch.equal(ops.scatter_back(x, routed.rows, routed.indices, residual="none"), x)
+
+
+def test_nan_in_skipped_rows_does_not_leak():
+    x, update = torch.ones(4, 2), torch.full((2, 2), torch.nan)
+    update[0] = 1.0
+    index = torch.tensor([2, -1])
+    assert ops.scatter_back(x, update, index, torch.tensor([1.0, 0.0])).sum() == 10

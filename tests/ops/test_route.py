@@ -1,0 +1,185 @@
+"""Routing against the reference: the choice exactly, gates and gradients within rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from mor_kernels import ops
+from reference import ops as reference
+from tests import strategies as s
+
+
+def compare(got, want, dtype):
+    assert torch.equal(got.indices.cpu(), want.indices)
+    assert torch.equal(got.counts.cpu(), want.counts)
+    assert torch.equal(got.rows.cpu(), want.rows.to(dtype))  # a gather copies bits
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert got.gates.dtype == got.logits.dtype == wide
+    # gates and logits are fp32 whatever the dtype of x: one rounding each, and an fp32 sum
+    s.assert_close(got.gates, want.gates, wide, message="gates")
+    s.assert_close(got.logits, want.logits, wide, message="logits")
+
+
+@s.targets("route")
+@given(
+    batch=s.sizes_or_none, length=s.sizes, width=s.sizes, seed=s.seeds, dtype=s.dtypes, strided=st.booleans(),
+    nested=st.booleans(), ragged=st.booleans(), ties=st.booleans(), data=st.data(),
+    activation=st.sampled_from(["sigmoid", "tanh", "none"]), rank=st.sampled_from(["logit", "score"]),
+    temperature=st.sampled_from([1.0, 0.5, 4.0]),
+)  # fmt: skip
+def test_equals_reference(
+    device,
+    backend,
+    batch,
+    length,
+    width,
+    seed,
+    dtype,
+    strided,
+    nested,
+    ragged,
+    ties,
+    data,
+    activation,
+    rank,
+    temperature,
+):
+    make = s.tied if ties or dtype != torch.float64 else s.normal  # exact sums, so that rounding can't change a rank
+    x = make((batch, length, width), seed, dtype)
+    x = x if not strided or not batch else torch.stack((x, -x), dim=-1)[..., 0]
+    weight = make((width,), seed + 1, dtype)
+    candidates = s.subset(batch, length, seed + 2) if nested and batch else None
+    seqlens = s.lengths(batch, length, seed + 3) if ragged else None
+    k = data.draw(st.integers(0, length if candidates is None else candidates.shape[1]))
+    if seqlens is not None and x.is_contiguous():
+        x = s.poison_tail(x, seqlens)
+    options = {"activation": activation, "rank": rank, "temperature": temperature, "alpha": 0.5}
+    if rank == "score" and activation != "none" and dtype != torch.float64:
+        options["activation"] = "none"  # a sigmoid rounded to half precision may differ by a bit and so break a tie
+
+    move = lambda t: None if t is None else t.to(device)  # noqa: E731
+    a, w = (move(t).detach().requires_grad_() for t in (x, weight))
+    got = ops.route(a, w, k, candidates=move(candidates), seqlens=move(seqlens), backend=backend, **options)
+    x64, w64 = (t.double().requires_grad_() for t in (x, weight))
+    want = reference.route(x64, w64, k, candidates=candidates, seqlens=seqlens, **options)
+    compare(got, want, dtype)
+
+    repeated = ops.route(a, w, k, candidates=move(candidates), seqlens=move(seqlens), indices=got.indices, backend=backend, **options)  # fmt: skip # noqa: E501
+    for one, other in zip(repeated, got):
+        assert torch.equal(one, other)
+
+    weights = [s.normal(t.shape, seed + i) for i, t in enumerate((want.rows, want.gates, want.logits))]
+    loss = sum((t.to(torch.float64) * move(v)).sum() for t, v in zip((got.rows, got.gates, got.logits), weights))
+    dx, dw = torch.autograd.grad(loss, (a, w))
+    wanted = sum((t * v).sum() for t, v in zip((want.rows, want.gates, want.logits), weights))
+    if wanted.requires_grad:
+        dx64, dw64 = torch.autograd.grad(wanted, (x64, w64), materialize_grads=True)
+    else:
+        dx64, dw64 = torch.zeros_like(x64), torch.zeros_like(w64)
+    s.assert_close(dx, dx64, dtype, 4, "d_x")  # rounded in d_rows, in d_logits, and once at the end
+    s.assert_close(dw, dw64, dtype, 4, "d_weight")
+
+
+@s.targets("route")
+@given(batch=s.sizes, length=s.sizes, seed=s.seeds, data=st.data())
+def test_ready_logits(device, backend, batch, length, seed, data):
+    logits, k = s.tied((batch, length), seed), data.draw(st.integers(0, length))
+    x = s.normal((batch, length, 3), seed)
+    got = ops.route(x.to(device), None, k, logits=logits.to(device), temperature=2.0, backend=backend)
+    compare(got, reference.route(x, None, k, logits=logits, temperature=2.0), torch.float64)
+
+
+def choose(logits, k, **options):
+    logits = torch.tensor([logits])
+    x = torch.arange(1.0, logits.shape[1] + 1)[None, :, None]
+    routed = ops.route(x, None, k, logits=logits, **options)
+    assert all(t.isfinite().all() for t in (routed.rows, routed.gates))
+    return routed
+
+
+def test_known_choice():
+    routed = choose([0.1, 0.9, 0.5, 0.8], 2, activation="none", alpha=1.0)
+    assert routed.indices.tolist() == [[1, 3]]
+    torch.testing.assert_close(routed.gates, torch.tensor([[0.9, 0.8]]))
+
+
+@pytest.mark.parametrize(
+    ("logits", "k", "indices"),
+    [
+        ([0.3] * 4, 2, [0, 1]),
+        ([3.0, 2, 3, 2, 1, 1], 1, [0]),
+        ([3.0, 2, 3, 2, 1, 1], 3, [0, 1, 2]),
+        ([-0.0, 0.0, 0.0], 1, [0]),
+        ([18.0, 20, 19], 1, [1]),  # sigmoid saturates, the rank doesn't
+        ([4.000, 4.001, 3.999], 1, [1]),
+        ([1e4, -1e4, 0.0], 2, [0, 2]),
+        ([-torch.inf, torch.inf, 0.0], 2, [1, 2]),
+        ([-torch.inf, -torch.inf, torch.nan], 2, [0, 1]),
+        ([torch.nan, -1.0, torch.nan], 2, [1, -1]),
+    ],
+)
+def test_ties_and_extremes(logits, k, indices):
+    assert choose(logits, k).indices.tolist() == [indices]
+    choose(logits, k, activation="none"), choose(logits, k, activation="tanh")
+
+
+def test_score_rank_has_the_ties_of_its_dtype():
+    x = torch.ones(1, 3, 1, dtype=torch.bfloat16)
+    logits = torch.tensor([[4.000, 4.001, 4.002]])
+    assert ops.route(x, None, 1, logits=logits, rank="score").indices.tolist() == [[0]]
+    assert ops.route(x, None, 1, logits=logits, rank="logit").indices.tolist() == [[2]]
+
+
+def test_padding_is_never_kept():
+    x = torch.tensor([[[1.0], [9.0], [2.0], [torch.nan]], [[9.0], [1.0], [3.0], [2.0]]])
+    weight = torch.ones(1)
+    right = ops.route(x, weight, 3, seqlens=torch.tensor([3, 1]))
+    assert right.indices.tolist() == [[0, 1, 2], [0, -1, -1]] and right.counts.tolist() == [3, 1]
+    left = ops.route(x, weight, 2, candidates=torch.tensor([[1, 2, -1], [2, 3, -1]]))
+    assert left.indices.tolist() == [[1, 2], [2, 3]]
+
+
+def test_language_model_gradient_reaches_kept_logits_only():
+    x, logits = s.normal((1, 4, 3), 0), torch.tensor([[0.5, 2.0, -1.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    routed = ops.route(x, None, 2, logits=logits)
+    out = ops.scatter_back(x, routed.rows, routed.indices, routed.gates)
+    (gradient,) = torch.autograd.grad(out.square().sum(), logits)
+    assert (gradient != 0).tolist() == [[False, True, False, True]]
+    (gradient,) = torch.autograd.grad(ops.aux_loss(logits, routed.indices), logits)
+    assert (gradient != 0).all()
+
+
+def test_width_one_identity_block():
+    x = torch.full((1, 1, 1), 3.0)
+    index, gate = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), 0.1)
+    assert ops.scatter_back(x, x, index, gate).item() == pytest.approx(3.3)
+    assert ops.scatter_back(x, x, index, gate, residual="delta").item() == 3.0
+
+
+def test_recomputation_keeps_the_same_tokens():
+    """Activation checkpointing with a recorded choice: tied scores that change a little at recompute choose the same."""
+    x = torch.ones(1, 6, 2, requires_grad=True)
+    noise = iter([0.0, 1.0])
+    recorded = []
+
+    def step(x):
+        logits = torch.zeros(1, 6).index_fill(1, torch.tensor([5]), next(noise))
+        routed = ops.route(x, None, 2, logits=logits, indices=recorded[0] if recorded else None)
+        recorded.append(routed.indices)
+        return routed.rows.sum() * 2
+
+    checkpoint(step, x, use_reentrant=False).backward()
+    assert next(noise, None) is None, "nothing was recomputed"
+    assert x.grad[0, :, 0].tolist() == [2, 2, 0, 0, 0, 0]
+
+
+def test_rows_are_independent():
+    x, weight = s.normal((3, 8, 4), 0), s.normal((4,), 1)
+    together = ops.route(x, weight, 3, seqlens=torch.tensor([8, 0, 5]))
+    for b, n in enumerate([8, 0, 5]):
+        alone = ops.route(x[b : b + 1], weight, 3, seqlens=torch.tensor([n]))
+        assert all(torch.equal(one[0], other[b]) for one, other in zip(alone, together))
