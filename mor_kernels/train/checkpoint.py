@@ -80,6 +80,15 @@ def latest(directory: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
+def tidy(directory: str | Path, keep: int) -> None:
+    """Removes what a crash may have left in `directory`, and all but the last `keep` checkpoints."""
+    directory = Path(directory)
+    for leftover in directory.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(leftover)
+    for old in _checkpoints(directory)[:-keep]:
+        _remove(old)
+
+
 def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimizer, state: dict, tensors: dict,
          *, keep: int = 3) -> Path:
     """Writes checkpoint `step` into `directory` and returns its folder; then only the last `keep` are left.
@@ -92,9 +101,8 @@ def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimiz
     if _is_complete(path):
         raise FileExistsError(f"{path}: a checkpoint of step {step} exists already")
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover)
     aside = directory / f"{_TEMPORARY}{path.name}"
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
 
     model.save_pretrained(aside)
@@ -112,8 +120,7 @@ def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimiz
         _remove(path)
     os.rename(aside, path)
     sync(directory)
-    for old in _checkpoints(directory)[:-keep]:
-        _remove(old)
+    tidy(directory, keep)
     return path
 
 

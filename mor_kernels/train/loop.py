@@ -153,6 +153,7 @@ class Trainer:
                 tokens.verify()
             self.unigram_entropy = unigram_entropy(part)
         if self.rank == 0:
+            checkpoint.tidy(self.checkpoints, config.keep)
             _drop_after(self.metrics, self.step)
             if not self.metrics.stat().st_size:
                 self._write({"step": 0, "unigram_entropy": self.unigram_entropy, "training_tokens": len(part),
