@@ -70,7 +70,6 @@ class _Request:
     done: int = 0  # tokens whose keys and values are complete
     in_flight: bool = False  # the newest token is between passes of the block
     recursion: int = 0  # passes that it has taken
-    moving: bool = False  # whether it takes another
 
 
 @dataclass
@@ -168,16 +167,19 @@ class Engine:
         c = self.config
         rows = 1 if c.kv == "shared" else c.num_recursions
         full = self.max_sequences * -(-c.max_position_embeddings // page_size)
-        # pages of own first and last layers for each page of the block: as many as its first recursion's share of them
-        share = 1 / (1 if c.kv == "shared" else sum(c.capacities) if c.capacities else rows)
+        # every token takes a place in the ends and, in the mean, this many in the block
+        if c.kv == "shared" or c.router == "none":
+            places = rows
+        else:
+            places = sum(c.capacities) if c.capacities else (rows + 1) / 2
         if cache_bytes is not None:
             page = 2 * page_size * c.num_key_value_heads * c.head_dim * dtype.itemsize  # one layer's
             block, ends = len(c.recursion_layers[0]) * page, 2 * page * c.has_own_ends
-            num_pages = int(cache_bytes / (block + ends * share))
+            num_pages = int(cache_bytes / (block + ends / places))
             if num_pages < 1:
                 raise ValueError(f"cache_bytes: expected at least {block + ends}, for a page, got {cache_bytes}")
         num_pages = full * rows if num_pages is None else min(num_pages, full * rows)
-        end_pages = min(full, int(num_pages * share) + 1)
+        end_pages = min(full, int(num_pages / places) + 1)
         return KVCache(c, self.max_sequences, num_pages, end_pages, page_size, dtype, self.device)
 
     # Requests
@@ -429,23 +431,25 @@ class Engine:
             slots, recursions = self._ints(r.slot for r in requests), self._ints(r.recursion for r in requests)
             return self.cache.block.lacks(self.cache.rows(slots, recursions), torch.ones_like(slots))
 
-        moving = self._make_room([r for r in self.running if r.moving], lacking)
-        if moving:
-            slots = self._ints(r.slot for r in moving)
-            tokens = self.state.take(slots)
-            goes_on = self._pass(tokens, slots, self._ints(r.recursion for r in moving), torch.ones_like(slots))
-            self.state.put(slots, tokens)
-            self._passes += len(moving)
-            for r, on in zip(moving, goes_on.tolist()):
-                r.recursion, r.moving = r.recursion + 1, on
-        leaving = [r for r in self.running if r.in_flight and not r.moving]
-        if leaving:
-            slots = self._ints(r.slot for r in leaving)
-            x = self._leave(self.state.take(slots), slots, torch.ones_like(slots))
-            for r in leaving:
+        requests = self._make_room([r for r in self.running if r.in_flight], lacking)
+        if not requests:
+            return
+        slots = self._ints(r.slot for r in requests)
+        tokens = self.state.take(slots)
+        goes_on = self._pass(tokens, slots, self._ints(r.recursion for r in requests), torch.ones_like(slots))
+        self.state.put(slots, tokens)
+        self._passes += len(requests)
+        leaving = []
+        for i, (r, on) in enumerate(zip(requests, goes_on.tolist())):
+            r.recursion += 1
+            if not on:
+                leaving.append(i)
                 self._record(r, [r.recursion])
                 r.in_flight = False
-            self._emit(leaving, x)
+        if leaving:
+            index = self._ints(leaving)
+            x = self._leave(tokens.take(index), slots[index], torch.ones_like(index))
+            self._emit([requests[i] for i in leaving], x)
 
     # Tokens on their way through the model
 
@@ -455,7 +459,7 @@ class Engine:
         if self.cache.ends:
             plan = self.cache.plan_ends(slots, counts)
             x = self.model.first_layer(x, positions, functools.partial(plan.attend, 0))
-        last, gates = torch.full_like(ids, self.config.num_recursions), x.new_zeros(len(ids), 0)
+        last, gates = torch.full_like(ids, self.config.num_recursions), self.state.gates.new_zeros(len(ids), 0)
         if self.config.router == "token_choice":
             _, depths, probs = self.model.choose_depths(x[None])
             last, gates = depths[0], self.config.alpha * probs[0]
@@ -576,7 +580,7 @@ class Engine:
         tokens = self._enter(ids, positions, torch.zeros_like(ids), slots, torch.ones_like(slots))
         self.state.put(slots, tokens)
         for r in requests:
-            r.in_flight, r.moving, r.recursion = True, True, 0
+            r.in_flight, r.recursion = True, 0
 
     # Slots and pages
 
@@ -588,7 +592,7 @@ class Engine:
         while requests and lacking(requests):
             youngest = self.running[-1]
             self._release(youngest)
-            youngest.done, youngest.in_flight, youngest.moving = 0, False, False
+            youngest.done, youngest.in_flight = 0, False
             self.waiting.appendleft(youngest)
             self._preemptions += 1
             requests = [r for r in requests if r.slot >= 0]

@@ -67,6 +67,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(strings))
 
 
+_ONE = 2.0**62  # probability 1 as an integer weight
+
+
 def _int64(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
@@ -105,20 +108,21 @@ def _finite(logits: Tensor) -> Tensor:
 def filtered(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
     """The distribution that is sampled: temperature, then top-k, top-p, min-p, in Hugging Face's order.
 
-    logits (n, V); temperature, top_p, min_p (n,) float; top_k (n,) int. Temperature must be above 0.
-    Returns probabilities (n, V) float64, likeliest first, zero where filtered and not renormalised after top-p and
-    min-p, and the token ids (n, V) int64 in that order; equally likely tokens stand in order of their ids.
+    logits (n, V); temperature above 0, top_p, min_p (n,) float; top_k (n,) int.
+    Returns weights (n, V) int64, likeliest first, and the token ids (n, V) int64 in that order; equally likely tokens
+    stand in order of their ids. Weights are probabilities in units of 2**-62 before what top-p and min-p take away,
+    zero where filtered. Their sums are exact in any order, so they are the same on every device.
     """
     # the likeliest token stands at 0 before the division, so that a tiny temperature can't overflow
     scores, tokens = _finite(logits).sort(dim=-1, descending=True, stable=True)
     scores = (scores - scores[:, :1]) / temperature.double()[:, None]
     last = (torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1]) - 1)[:, None]
-    scores = scores.masked_fill(scores < scores.gather(1, last), -math.inf)
-    probs = scores.softmax(-1)
-    before = probs.cumsum(-1) - probs  # the crossing token is kept: the mass before it is still below top_p
-    keep = (before < top_p.double()[:, None]) | (top_p >= 1)[:, None]
+    probs = scores.masked_fill(scores < scores.gather(1, last), -math.inf).softmax(-1)
+    weights = (probs * _ONE).long()
+    before = (weights.cumsum(-1) - weights).double() / _ONE
+    keep = (before < top_p.double()[:, None]) | (top_p >= 1)[:, None]  # the token that crosses top_p is kept
     keep &= probs >= min_p.double()[:, None] * probs[:, :1]
-    return probs * keep, tokens
+    return weights * keep, tokens
 
 
 def sample(
@@ -135,12 +139,12 @@ def sample(
     chosen = clean.argmax(-1)
     hot = temperature > 0
     if bool(hot.any()):
-        probs, tokens = filtered(logits, torch.where(hot, temperature, 1.0), top_k, top_p, min_p)
-        cdf = probs.cumsum(-1)
-        rank = torch.searchsorted(cdf, uniform(seed, position)[:, None] * cdf[:, -1:], right=True)
-        rank = torch.minimum(rank, (probs > 0).sum(-1, keepdim=True) - 1)  # rounding must not step past the last one
-        drawn = tokens.gather(1, rank.clamp(min=0)).squeeze(1)
-        chosen = torch.where(hot, drawn, chosen)
+        weights, tokens = filtered(logits, torch.where(hot, temperature, 1.0), top_k, top_p, min_p)
+        cdf = weights.cumsum(-1)
+        total = cdf[:, -1:]
+        target = torch.minimum((uniform(seed, position)[:, None] * total.double()).long(), total - 1)
+        rank = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
+        chosen = torch.where(hot, tokens.gather(1, rank).squeeze(1), chosen)
     return torch.where(clean.amax(-1) == -math.inf, -1, chosen)
 
 

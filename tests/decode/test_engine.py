@@ -1,6 +1,7 @@
 import random
 
 import pytest
+import tokenizers
 import torch
 from models import VOCABULARY, assert_equals_reference, random_prompts, tiny
 
@@ -352,13 +353,34 @@ def test_queue_and_metrics():
     assert metrics["cache_bytes"] == engine.cache.nbytes
 
 
-def test_cache_bytes():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cache_bytes(dtype):
     for fields in (EXPERT, {**EXPERT, "kv": "shared"}, {**TOKEN, "sharing": "cycle"}):
         model, _ = tiny(15, **fields)
-        engine = Engine(model.float(), cache_bytes=60_000, page_size=4)
-        assert 50_000 < engine.cache.nbytes <= 60_000 + 2 * 2 * 4 * 2 * 4 * 4  # pages of the ends are rounded up
-        assert engine.cache.block.k.dtype == torch.float32
+        engine = Engine(model.to(dtype), cache_bytes=60_000, page_size=4)
+        page = 2 * 4 * 2 * 4 * dtype.itemsize  # of one layer
+        assert 0.8 * 60_000 < engine.cache.nbytes <= 60_000 + 2 * page  # the ends' pages are rounded up
+        assert engine.cache.block.k.dtype == dtype
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].tokens) == 3
+
+
+def test_a_byte_level_tokenizer():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["naïve café 😀 déjà vu €5 " * 4], trainer)
+    model, _ = tiny(17, vocab_size=290, **TOKEN)
+    with torch.no_grad():  # bytes above 127 are likelier, so that characters begin and break
+        above = [i for t, i in tokenizer.get_vocab().items() if len(t) == 1 and not t.isascii()]
+        model.embed_tokens.weight[above] *= 2
+    params = SamplingParams(max_tokens=25, temperature=1.0, seed=1, logprobs=0)
+    engine = Engine(model, tokenizer=tokenizer)
+    events = list(engine.stream("naïve 😀", params))
+    text = tokenizer.decode([e.token for e in events])
+    assert "".join(e.text for e in events) == text and "\ufffd" in text
+    assert engine.generate([tokenizer.encode("naïve 😀").ids], params)[0].text == text
 
 
 @pytest.mark.parametrize(

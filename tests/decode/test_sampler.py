@@ -1,8 +1,10 @@
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
+from mor_kernels.decode import sampler
 from mor_kernels.decode.sampler import SamplingParams, filtered, log_probabilities, sample, uniform
 
 MASK = 2**64 - 1
@@ -81,8 +83,8 @@ def test_uniform_covers_the_unit_interval_evenly():
 @pytest.mark.parametrize("top_k, top_p, min_p", [(0, 1, 0), (5, 1, 0), (0, 0.7, 0), (0, 1, 0.2), (9, 0.8, 0.1)])
 def test_filters_equal_the_plain_formulas(temperature, top_k, top_p, min_p):
     logits = torch.randn(6, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
-    probs, tokens = filtered(logits, *lanes(6, temperature, top_k, top_p, min_p)[:4])
-    by_id = torch.zeros_like(probs).scatter(1, tokens, probs / probs.sum(-1, keepdim=True))
+    weights, tokens = filtered(logits, *lanes(6, temperature, top_k, top_p, min_p)[:4])
+    by_id = torch.zeros_like(logits).scatter(1, tokens, weights.double() / weights.sum(-1, keepdim=True))
     # the parameters pass through float32, so the temperature is 1e-7 off
     t, p, m = (float(torch.tensor(x, dtype=torch.float32)) for x in (temperature, top_p, min_p))
     want = torch.tensor([plain_filter(row.tolist(), t, top_k, p, m) for row in logits], dtype=torch.float64)
@@ -98,23 +100,24 @@ def test_top_p_keeps_the_token_that_crosses_and_the_first_always():
 
 def test_top_k_keeps_ties_with_the_kth():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
-    probs, tokens = filtered(logits, *lanes(1, top_k=2)[:4])
+    weights, tokens = filtered(logits, *lanes(1, top_k=2)[:4])
     assert tokens.tolist() == [[1, 2, 3, 0]]
-    assert (probs > 0).tolist() == [[True, True, True, False]]
+    assert (weights > 0).tolist() == [[True, True, True, False]]
 
 
 def test_sample_is_the_inverse_of_the_cumulative_distribution():
     n = 2000
     logits = torch.randn(1, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).expand(n, 40)
     settings = lanes(n, 0.8, 20, 0.9, 0.01, seed=7, position=torch.arange(n))
-    probs, tokens = filtered(logits, *settings[:4])
+    weights, tokens = filtered(logits, *settings[:4])
     got = sample(logits, *settings)
-    total = float(probs[0].sum())
+    weights = weights[0].tolist()
+    assert 1 < sum(w > 0 for w in weights) <= 20
     for i, u in enumerate(uniform(*settings[4:]).tolist()):
-        mass, rank = probs[0, 0].item(), 0
-        while mass <= u * total:
+        mass, rank = weights[0], 0
+        while mass <= Fraction(u) * sum(weights):
             rank += 1
-            mass += probs[0, rank].item()
+            mass += weights[rank]
         assert got[i] == tokens[0, rank]
 
 
@@ -161,6 +164,14 @@ def test_log_probabilities_are_of_the_raw_logits():
     torch.testing.assert_close(top, want.sort(-1, descending=True).values[:, :5], rtol=1e-12, atol=1e-12)
     assert torch.equal(want.gather(1, ids), want.sort(-1, descending=True).values[:, :5])
     assert log_probabilities(logits.bfloat16(), chosen, 0)[0].dtype == torch.float32
+
+
+def test_the_ends_of_the_unit_interval(monkeypatch):
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    for u, token in ((0.0, 3), (1 - 2**-53, 0)):
+        monkeypatch.setattr(sampler, "uniform", lambda *_: torch.tensor([u], dtype=torch.float64))  # noqa: B023
+        assert sample(logits, *lanes(1)) == token
+        assert sample(logits, *lanes(1, top_k=2)) == max(token, 2)
 
 
 @pytest.mark.parametrize(
