@@ -34,6 +34,12 @@ def tensor(
         fail(op, argument, f"device {like.device}", value.device)
 
 
+def indices(op: str, argument: str, values: torch.Tensor | None, limit: int) -> None:
+    """``values`` are below ``limit``. On the CPU only, where looking waits for nothing; a kernel doesn't look."""
+    if values is not None and values.device.type == "cpu" and values.numel() and int(values.max()) >= limit:
+        fail(op, argument, f"values of at most {limit - 1}", int(values.max()))
+
+
 def choice(op: str, argument: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         fail(op, argument, " or ".join(map(repr, allowed)), repr(value))

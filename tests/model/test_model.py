@@ -70,8 +70,8 @@ def name(fields):
 MASKS = {
     "full": None,
     "ragged": torch.tensor(
-        [[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 1, 0, 0], [0] * 9], dtype=torch.bool
-    ),
+        [[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 1, 0, 0], [0] * 9]
+    ).bool(),
 }
 
 
@@ -118,4 +118,4 @@ def test_equals_reference(fields, mode, mask):
             assert expected is None or not expected.any(), f"{key} has no gradient"
         else:
             expected = torch.zeros_like(parameter) if expected is None else expected
-            torch.testing.assert_close(parameter.grad, expected, rtol=1e-7, atol=1e-10, msg=lambda m: f"{key}: {m}")
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-7, atol=1e-10, msg=f"gradient of {key}")

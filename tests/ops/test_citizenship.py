@@ -1,4 +1,4 @@
-"""What every op owes PyTorch: registration, gradients, compilation without recompiling, autocast, determinism, graphs."""
+"""What every op owes PyTorch: registration, gradients, compilation, autocast, determinism, graphs."""
 
 from __future__ import annotations
 

@@ -16,34 +16,38 @@ I2 = torch.tensor([[0, 1, 4], [2, -1, -1]])
 Q, K = torch.ones(2, 3, 6, 4), torch.ones(2, 5, 2, 4)
 CACHE = torch.ones(3, 4, 2, 4)
 NEW = torch.ones(2, 2, 4)
+TABLE = torch.zeros(1, 1, dtype=torch.int32)
 CU = torch.tensor([0, 2], dtype=torch.int32)
 
 BAD = [
     (lambda: ops.route(X[0], W, 1), r"route: x: expected shape \(B, N, D\), got \(5, 4\)"),
     (lambda: ops.route([1.0], W, 1), "route: x: expected a tensor, got list"),
-    (lambda: ops.route(X.long(), W, 1), "route: x: expected dtype float32 or bfloat16 or float16 or float64, got torch.int64"),
+    (lambda: ops.route(X.long(), W, 1), "route: x: expected dtype float32 or .* or float64, got torch.int64"),
     (lambda: ops.route(X, W[:3], 1), r"route: weight: expected shape \(4\), got \(3\)"),
     (lambda: ops.route(X, None, 1), "route: weight, logits: expected exactly one of them, got neither"),
     (lambda: ops.route(X, W, 6), "route: k: expected 0 <= k <= 5 candidates, got 6"),
     (lambda: ops.route(X, W, -1), "route: k: expected 0 <= k <= 5 candidates, got -1"),
-    (lambda: ops.route(X, W, 1, activation="relu"), "route: activation: expected 'sigmoid' or 'tanh' or 'none', got 'relu'"),
+    (lambda: ops.route(X, W, 1, activation="relu"), "route: activation: expected 'sigmoid' or .*, got 'relu'"),
     (lambda: ops.route(X, W, 1, rank="best"), "route: rank: expected 'logit' or 'score', got 'best'"),
     (lambda: ops.route(X, W, 1, temperature=0.0), "route: temperature: expected a number > 0, got 0.0"),
     (lambda: ops.route(X, W, 1, candidates=I2.int()), "route: candidates: expected dtype int64, got torch.int32"),
     (lambda: ops.route(X, W, 2, indices=I2), r"route: indices: expected shape \(2, 2\), got \(2, 3\)"),
     (lambda: ops.route(X, W, 1, seqlens=torch.ones(3).long()), r"route: seqlens: expected shape \(2\), got \(3\)"),
-    (lambda: ops.route(X, None, 1, logits=X[..., 0].half()), "route: logits: expected dtype float32, got torch.float16"),
+    (lambda: ops.route(X, None, 1, logits=X[..., 0].half()), "route: logits: expected dtype float32, got"),
     (lambda: ops.route(X, W.to("meta"), 1), "route: weight: expected device cpu, got meta"),
+    (lambda: ops.route(X, W, 1, candidates=I2 + 1), "route: candidates: expected values of at most 4, got 5"),
+    (lambda: ops.gather(X[0], I2[0] + 1), "gather: indices: expected values of at most 4, got 5"),
+    (lambda: ops.scatter_back(X[0], X[0, :3], I2[0] + 1), "scatter_back: indices: expected values of at most 4, got 5"),
     (lambda: ops.gather(X, I2), r"gather: indices: expected shape \(n\), got \(2, 3\)"),
     (lambda: ops.pack_depths(X[..., 0], 2), "pack_depths: depths: expected dtype int64 or int32, got torch.float32"),
     (lambda: ops.pack_depths(I2, 0), "pack_depths: num_recursions: expected at least 1, got 0"),
     (lambda: ops.scatter_back(W, W, I2), r"scatter_back: x: expected a tensor of shape \(B, N, D\) or \(M, D\)"),
     (lambda: ops.scatter_back(X, X, I2), r"scatter_back: update: expected shape \(2, 3, 4\), got \(2, 5, 4\)"),
-    (lambda: ops.scatter_back(X, X[:, :3], I2, residual="add"), "scatter_back: residual: expected 'block' or 'delta' or 'none'"),
+    (lambda: ops.scatter_back(X, X[:, :3], I2, residual="add"), "scatter_back: residual: expected 'block' or"),
     (lambda: ops.attention(Q, K[..., :3], K), r"attention: k: expected shape \(2, Tk, G, 4\), got \(2, 5, 2, 3\)"),
-    (lambda: ops.attention(Q[:, :, :5], K, K), "attention: k: expected a number of heads that divides the 5 query heads, got 2"),
+    (lambda: ops.attention(Q[:, :, :5], K, K), "attention: k: expected a number .* divides the 5 query heads, got 2"),
     (lambda: ops.attention(Q, K.half(), K), "attention: k: expected the dtype of q, torch.float32, got torch.float16"),
-    (lambda: ops.attention(Q, K, K, q_positions=I2[:1]), r"attention: q_positions: expected shape \(2, 3\), got \(1, 3\)"),
+    (lambda: ops.attention(Q, K, K, q_positions=I2[:1]), r"attention: q_positions: expected shape \(2, 3\)"),
     (
         lambda: ops.attention_varlen(Q[0], K[0], K[0], CU.long(), CU, 2, 2),
         "attention_varlen: cu_seqlens_q: expected dtype int32, got torch.int64",
@@ -53,21 +57,21 @@ BAD = [
         "attention_varlen: max_seqlen_q: expected at least 2, got 1",
     ),
     (lambda: ops.kv_append(NEW, NEW, CACHE, CACHE, I2[0]), r"kv_append: slots: expected shape \(2\), got \(3\)"),
-    (lambda: ops.kv_append(NEW, NEW, CACHE, CACHE[:2], I2[0, :2]), r"kv_append: v_cache: expected shape \(3, 4, 2, 4\)"),
+    (lambda: ops.kv_append(NEW, NEW, CACHE, CACHE[:2], I2[0, :2]), r"kv_append: v_cache: expected shape"),
     (
-        lambda: ops.kv_lookup(CACHE, CACHE, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32), 5),
+        lambda: ops.kv_lookup(CACHE, CACHE, TABLE, torch.tensor([0, 5], dtype=torch.int32), 5),
         "kv_lookup: page_table: expected pages for 5 tokens a row, got room for 4",
     ),
     (
-        lambda: ops.kv_lookup(CACHE, CACHE, torch.zeros(1, 1, dtype=torch.int32), CU, 1),
+        lambda: ops.kv_lookup(CACHE, CACHE, TABLE, CU, 1),
         r"kv_lookup: total: expected at least cu_seqlens\[-1\] = 2, got 1",
     ),
     (lambda: ops.rope(torch.ones(2, 1, 3), torch.arange(2)), "rope: x: expected an even last dimension, got 3"),
     (lambda: ops.aux_loss(X[..., 0], I2[:1]), r"aux_loss: kept: expected shape \(2, k\), got \(1, 3\)"),
     (lambda: ops.z_loss(W), r"z_loss: logits: expected shape \(B, C\) or \(B, N, Nr\)"),
     (lambda: ops.balance_loss(X, I2), r"balance_loss: depths: expected shape \(2, 5\), got \(2, 3\)"),
-    (lambda: ops.balance_loss(X, I2, scope="token"), r"balance_loss: depths|balance_loss: scope"),
-    (lambda: ops.choose_depths(X, activation="tanh"), "choose_depths: activation: expected 'softmax' or 'sigmoid', got 'tanh'"),
+    (lambda: ops.balance_loss(X, X[..., 0].long(), scope="token"), "balance_loss: scope: expected 'sequence' or"),
+    (lambda: ops.choose_depths(X, activation="tanh"), "choose_depths: activation: expected 'softmax' or"),
     (lambda: ops.router_bias_update(W, W[:2]), r"router_bias_update: counts: expected shape \(4\), got \(2\)"),
 ]  # fmt: skip
 
@@ -87,7 +91,7 @@ def test_an_error_writes_nothing():
     cache = torch.zeros(3, 4, 2, 4)
     with pytest.raises(ValueError):
         ops.kv_append_(NEW, NEW[:1], cache, cache, torch.tensor([0, 1]))
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="kv_append: slots: expected values of at most 11, got 12"):
         ops.kv_append_(NEW, NEW, cache, cache, torch.tensor([0, 12]))
     assert not cache.any()
 

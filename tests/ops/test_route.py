@@ -161,7 +161,7 @@ def test_width_one_identity_block():
 
 
 def test_recomputation_keeps_the_same_tokens():
-    """Activation checkpointing with a recorded choice: tied scores that change a little at recompute choose the same."""
+    """Activation checkpointing with a recorded choice: scores that changed choose the same."""
     x = torch.ones(1, 6, 2, requires_grad=True)
     noise = iter([0.0, 1.0])
     recorded = []

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import torch
 
+from .. import _checks
+
 
 def _column(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.view(-1, *[1] * (like.dim() - 1))
 
 
 def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    _checks.indices("gather", "indices", indices, x.shape[0])
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
     return torch.where(_column(indices >= 0, x), x[indices.clamp(min=0)], 0)

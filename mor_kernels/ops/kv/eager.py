@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import torch
 
+from .. import _checks
+
 
 def append_in_place(k, v, k_cache, v_cache, slots):
     if slots.shape[0] == 0:
         return
+    _checks.indices("kv_append", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
     # A lane of padding repeats the write of the first real lane (or, without any, of slot 0 itself): the same value to
     # the same place, so nothing else is touched and nothing waits for the device.
     page_size = k_cache.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _checks
 from .._numeric import activate, bounded, wide
 from ..gather.eager import gather
 
@@ -42,6 +43,8 @@ def _locate(indices: torch.Tensor, candidates: torch.Tensor | None, scored: int,
 
 def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
     batch, length, width = x.shape
+    _checks.indices("route", "candidates", candidates, length)
+    _checks.indices("route", "indices", indices, length)
     position, valid = _candidates(x, candidates, seqlens)
     scored = position.shape[1]
     if weight is not None:

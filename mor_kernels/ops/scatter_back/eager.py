@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _checks
 from .._numeric import wide
 from ..gather.eager import gather
 
@@ -15,6 +16,7 @@ def _write(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.
 
 
 def scatter_back(x, update, indices, gates, residual):
+    _checks.indices("scatter_back", "indices", indices, x.shape[0])
     dtype = wide(torch.promote_types(x.dtype, update.dtype))
     f, kept = update.to(dtype), gather(x, indices).to(dtype)
     g = 1 if gates is None else gates.to(dtype)[:, None]
