@@ -270,26 +270,22 @@ class Engine:
         return self.requests[request]
 
     def stream(self, prompt: Sequence[int] | str, params: SamplingParams | None = None) -> Iterator[Event]:
-        """Submit a request and yield its tokens as they come; other requests go on beside it.
+        """Submit a request, step the engine, and yield the request's tokens as they come; others go on beside it.
 
-        The request is queued at once; the iterator steps the engine, and closing it early cancels the request.
+        Raises what submit does, when the iteration begins. Closing the iterator early cancels the request.
         """
         request = self._find(self.submit(prompt, params))
-
-        def events():
-            given = 0
-            try:
-                while given < len(request.events) or request.finish_reason is None:
-                    if given < len(request.events):
-                        yield request.events[given]
-                        given += 1
-                    else:
-                        self.step()
-            finally:
-                if request.id in self.requests:
-                    self.cancel(request.id)
-
-        return events()
+        given = 0
+        try:
+            while given < len(request.events) or request.finish_reason is None:
+                if given < len(request.events):
+                    yield request.events[given]
+                    given += 1
+                else:
+                    self.step()
+        finally:
+            if request.id in self.requests:
+                self.cancel(request.id)
 
     def generate(
         self,
