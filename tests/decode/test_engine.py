@@ -186,6 +186,9 @@ def test_preempted_requests_replay_their_depths():
     while len(request.depths) < 16:
         engine.step()
     assert request.depths[: len(depths)] == depths
+    lengths = engine.cache.block.lengths.view(2, 3)[request.slot].tolist()
+    taken = [*request.depths, request.recursion]
+    assert lengths == [sum(depth > r for depth in taken) for r in range(3)]
     assert len(request.depths) == sum(engine.metrics()["depth_histogram"])  # recomputed positions count once
 
 
@@ -208,6 +211,8 @@ def test_random_submissions_and_cancellations():
         for pool in pools:
             assert int(pool.free_count) + int(pool.owned.sum()) == pool.num_pages
         assert len(engine.running) + len(engine.free_slots) == 5
+        ages = [r.id for r in (*engine.running, *engine.waiting)]
+        assert ages == sorted(ages)  # pages are taken from the youngest, so the oldest always gets on
     for i in list(engine.requests):
         engine.cancel(i)
     assert_nothing_held(engine)
