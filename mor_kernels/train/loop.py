@@ -165,7 +165,8 @@ class Trainer:
     def run(self) -> None:
         """Trains until `config.steps`, or until SIGINT or SIGTERM: then the step is finished, saved, and the run ends.
 
-        Raises FloatingPointError when a loss or gradient isn't finite; the checkpoints are left as they were.
+        Several processes stop together, at the next log line. Raises FloatingPointError when a loss or gradient isn't
+        finite; the checkpoints are left as they were.
         """
         config = self.config
         with _signals() as stop, tqdm(total=config.steps, initial=self.step, unit="step", dynamic_ncols=True,
@@ -388,10 +389,11 @@ def plot_curves(metrics: str | Path, image: str | Path) -> None:
     steps = [line["step"] for line in logged]
     figure = Figure(figsize=(8, 9), layout="constrained")
     loss, depth, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
-    for name in ("lm", "validation_loss", "validation_loss_topk"):
+    for name, label, marker in (("lm", "training", ""), ("validation_loss", "validation", "."),
+                                ("validation_loss_topk", "validation, top-k (looks ahead)", ".")):  # fmt: skip
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
-            loss.plot(*zip(*points), label=name.replace("_", " "), marker="." if name != "lm" else None)
+            loss.plot(*zip(*points), label=label, marker=marker)
     for line in lines:
         if "unigram_entropy" in line:
             loss.axhline(line["unigram_entropy"], color="grey", linestyle=":", label="unigram entropy")

@@ -38,7 +38,8 @@ def make_model():
 def make_config(data, tmp_path):
     def make(**changes):
         default = {"data": str(data), "out": str(tmp_path / "out"), "steps": 8, "batch_size": 2, "sequence_length": 32,
-                   "log_every": 1, "eval_every": 0, "checkpoint_every": 4, "progress": False}  # fmt: skip
+                   "log_every": 1, "eval_every": 0, "checkpoint_every": 4, "progress": False,
+                   "device": "cpu"}  # fmt: skip
         return TrainConfig(**{**default, **changes})
 
     return make

@@ -76,7 +76,7 @@ def train_job(folder, kind=EXPERT, **changes):
     torch.manual_seed(0)
     model = MoR(MoRConfig(**SMALL, **kind))
     default = {"steps": 2, "batch_size": 1, "sequence_length": 16, "log_every": 1, "eval_every": 0,
-               "checkpoint_every": 1, "keep": 1, "progress": False}  # fmt: skip
+               "checkpoint_every": 1, "keep": 1, "progress": False, "device": "cpu"}  # fmt: skip
     train(model, TrainConfig(data, str(folder), **{**default, **changes}))
 
 
@@ -161,7 +161,8 @@ def parallel():
 if __name__ == "__main__":
     kind, data, scratch = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1)])  # imports a thousand modules, once for all children
+    if kind != "prepare":
+        torch.optim.AdamW([torch.zeros(1)])  # imports a thousand modules, once for all children
     if kind == "parallel":
         parallel()
     else:

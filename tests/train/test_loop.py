@@ -330,7 +330,7 @@ def test_importing_needs_no_optional_package():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", [EXPERT, TOKEN], ids=["expert", "token"])
+@pytest.mark.parametrize("kind", [EXPERT, FIXED], ids=["expert", "fixed"])
 def test_no_host_synchronisation_in_a_step(make_model, make_config, kind):
     trainer = Trainer(make_model(**kind), make_config(device="cuda"))
     for trainer.step in range(3):
@@ -343,3 +343,13 @@ def test_no_host_synchronisation_in_a_step(make_model, make_config, kind):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [EXPERT, TOKEN], ids=["expert", "token"])
+def test_on_a_gpu(make_model, make_config, kind):
+    config = make_config(device="cuda", accumulation=2, eval_every=4)
+    part = Trainer(make_model(**kind), config)
+    assert part.bf16
+    interrupt(part, 2)
+    part.run()
+    trainer = train(make_model(seed=1, **kind), config)
+    assert trainer.step == 8 and metrics(trainer)[-1]["validation_loss"] < 7
