@@ -121,6 +121,10 @@ class Trainer:
         self.loader = Loader(part, config.sequence_length, config.batch_size, accumulation=config.accumulation,
                              seed=config.seed, **place)
         if config.eval_every:
+            if len(held_out) <= config.sequence_length:
+                share = (config.sequence_length + 1) / len(tokens)
+                raise ValueError(f"validation: expected a share of at least {share:.2g}, one window of sequence_length "
+                                 f"{config.sequence_length}, got {config.validation} of {len(tokens)} tokens")
             self.held_out = Loader(held_out, config.sequence_length, config.batch_size, **place)
             whole = self.held_out.windows // (config.batch_size * self.world_size)
             self.eval_batches = max(1, min(config.eval_batches, whole))

@@ -291,6 +291,8 @@ def test_model_that_does_not_fit(make_model, make_config):
         Trainer(make_model(vocab_size=400), make_config())
     with pytest.raises(ValueError, match="sequence_length: expected at most the model's .* 64, got 65"):
         Trainer(make_model(), make_config(sequence_length=65))
+    with pytest.raises(ValueError, match="validation: expected a share of at least 0.00015, one window .* got 0.0001"):
+        Trainer(make_model(), make_config(validation=0.0001, eval_every=1))
 
 
 def test_damaged_data_is_found_at_the_start(make_model, make_config, data, tmp_path):

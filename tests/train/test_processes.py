@@ -19,7 +19,7 @@ def run(*arguments):
     return result.stdout
 
 
-@pytest.mark.parametrize("kind, stride", [("train", 6), ("prepare", 2)])
+@pytest.mark.parametrize("kind, stride", [("train", 8), ("prepare", 2)])
 def test_killed_at_any_moment(data, tmp_path, kind, stride):
     """kill -9 before each few file operations and inside optimizer steps; then finishing gives the
     losses, weights, shards and file names of a run that was never killed."""
