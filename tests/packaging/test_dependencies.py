@@ -7,8 +7,8 @@ import pytest
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    tomllib = pytest.importorskip("pip._vendor.tomli")
+except ModuleNotFoundError:
+    import tomli as tomllib  # Python 3.10, where pytest depends on it
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
