@@ -52,6 +52,10 @@ def runs(python, code):
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
 
+def has(python, package):
+    return runs(python, f"from importlib.metadata import version; version({package!r})")
+
+
 def find():
     names = [shutil.which(name) for name in ("python3", "python")]
     for python in filter(None, names):
@@ -80,7 +84,7 @@ def create():
     STAMP.write_text(f"{THIS}\n{UNFINISHED}\n")
     # without pip, since on some distributions ensurepip is a package of its own and venv then fails half-way
     must_run(sys.executable, "-m", "venv", "--without-pip", VENV)
-    if runs(sys.executable, "import torch"):
+    if has(sys.executable, "torch"):
         # not --system-site-packages: from within a virtual environment it shows the packages of the interpreter below
         packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         [site] = VENV.glob("lib/python*/site-packages")
@@ -89,10 +93,10 @@ def create():
 
 def install():
     pip = [PYTHON, "-m", "pip"]
-    if not runs(PYTHON, "import pip") and not runs(PYTHON, "import ensurepip; ensurepip.bootstrap()"):
+    if not has(PYTHON, "pip") and not runs(PYTHON, "import ensurepip; ensurepip.bootstrap()"):
         if not run(sys.executable, "-m", "pip", "--python", PYTHON, "install", "-q", "pip"):
             sys.exit(f"{sys.executable} has neither pip nor ensurepip (on Debian: apt-get install python3-venv)")
-    if not runs(PYTHON, "import torch"):
+    if not has(PYTHON, "torch"):
         # On PyPI torch for Linux is a CUDA build of gigabytes whatever the machine; MOR_TORCH can name another index.
         default = "torch" if has_gpu() else "torch==2.13.0 'triton==3.7.1; sys_platform == \"linux\"'"
         must_run(*pip, "install", "-q", *shlex.split(os.environ.get("MOR_TORCH", default)))
