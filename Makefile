@@ -1,4 +1,5 @@
 # make demo, make test: each sets up .venv by itself, at the first run or when pyproject.toml changed.
+# SOURCE=file trains the demo on that text;
 # PY=/path/to/python chooses the interpreter to build it on, MOR_TORCH="..." the torch that pip installs there.
 PY ?=
 VPY := .venv/bin/python
@@ -11,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := test
 
 demo: env
-	$(VPY) -m mor_kernels train runs/demo --preset demo --fresh
+	$(VPY) -m mor_kernels train runs/demo --preset demo --fresh $(if $(SOURCE),--source $(SOURCE))
 	$(VPY) -m mor_kernels generate runs/demo --depth
 
 test: env

@@ -150,8 +150,8 @@ def _train(options) -> None:
     data, source = out / "data", options.source or ["python-docs"]
     if not (data / "meta.json").exists():
         print(f"preparing {', '.join(source)}", flush=True)
-        vocabulary = {"vocab_size": fields["vocab_size"]} if "vocab_size" in fields else {}
-        prepare(source, data, tokenizer=options.tokenizer, max_tokens=options.max_tokens, **vocabulary)
+        vocabulary = fields.get("vocab_size", MoRConfig.vocab_size if options.preset else 8192)
+        prepare(source, data, tokenizer=options.tokenizer, vocab_size=vocabulary, max_tokens=options.max_tokens)
     elif (found := json.loads((data / "meta.json").read_text())["source"]) != str(source) and options.source:
         raise ValueError(f"--source: expected {found}, which {data} was made of (--fresh starts anew), got {source}")
     tokens = Tokens(data)

@@ -199,7 +199,7 @@ def test_recursions_without_tokens_still_have_gradients(extra):
 @ROUTERS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_stays_close_to_float64(fields, dtype):
-    """Logits within 64 roundings of dtype: eight layers of about eight roundings each, from the same rounded weights."""
+    """Logits within 64 roundings of dtype: eight layers of about eight each, from the same rounded weights."""
     config = MoRConfig(**TINY, **fields)
     state = {n: t.to(dtype).double() if n != "router_bias" else t for n, t in random_state(config.to_dict(), 3).items()}
     model = MoR(config)
@@ -230,7 +230,7 @@ def test_autocast_trains(fields, kv):
 @STRATEGIES
 def test_compiles_whole_and_routes_anew_without_recompiling(fields, kv):
     torch._dynamo.reset()
-    model, _, _ = pair({**fields, **kv})
+    model, _, _ = pair({**fields, **kv, "num_hidden_layers": 5})
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for seed in (1, 2):
         x = tokens(seed=seed)
