@@ -1,6 +1,6 @@
 # make demo, make test: each sets up .venv by itself, at the first run or when pyproject.toml changed.
-# SOURCE=file trains the demo on that text;
-# PY=/path/to/python chooses the interpreter to build it on, MOR_TORCH="..." the torch that pip installs there.
+# PY=/path/to/python chooses the interpreter to build it on, MOR_TORCH="..." the torch that pip installs there;
+# SOURCE=file is the text that the demo is trained on.
 PY ?=
 VPY := .venv/bin/python
 # two workers of one thread each; a machine without network may lack pytest-xdist
