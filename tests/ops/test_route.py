@@ -80,7 +80,8 @@ def test_equals_reference(
         dx64, dw64 = torch.autograd.grad(wanted, (x64, w64), materialize_grads=True)
     else:
         dx64, dw64 = torch.zeros_like(x64), torch.zeros_like(w64)
-    s.assert_close(dx, dx64, dtype, 4, "d_x")  # rounded in d_rows, in d_logits, and once at the end
+    # the gradient of the rows comes rounded to dtype, and may cancel with that of the scores
+    s.assert_close(dx, dx64, dtype, 4, "d_x", cancels=0.25)
     s.assert_close(dw, dw64, dtype, 4, "d_weight")
 
 

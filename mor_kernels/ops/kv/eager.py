@@ -13,13 +13,13 @@ def append_in_place(k, v, k_cache, v_cache, slots):
     # the same place, so nothing else is touched and nothing waits for the device.
     page_size = k_cache.shape[1]
     real = slots >= 0
-    first = real.int().argmax()
+    first = real.int().argmax(0, keepdim=True)  # indexing with a tensor of no dimensions would wait for the device
     home = slots[first].clamp(min=0)
     slot = torch.where(real, slots, home)
     page, offset = slot // page_size, slot % page_size
     for new, cache in ((k, k_cache), (v, v_cache)):
         new = new.to(cache.dtype)
-        spare = torch.where(real[first], new[first], cache[home // page_size, home % page_size])
+        spare = torch.where(real[first, None, None], new[first], cache[home // page_size, home % page_size])
         cache.index_put_((page, offset), torch.where(real[:, None, None], new, spare))
 
 
