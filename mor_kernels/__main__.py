@@ -28,10 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options) or 0
+    except BrokenPipeError:  # the reader of our output has had enough
+        return 1
     except (ValueError, OSError, ImportError, RuntimeError, FloatingPointError) as error:
         print(f"mor-kernels {options.command}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
         return 1
 
 
@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a model",
         description="Train a model into a folder; the same command again goes on with it.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_settings(),
     )
+    usage = train.format_help
+    train.format_help = lambda: usage() + _settings()  # only when asked for, since it imports PyTorch
     add = train.add_argument
     add("out", type=Path, help="folder of the run: data, checkpoints, metrics, curves.png and the model")
     add("--preset", choices=["demo", "135M", "360M", "730M", "1.7B"], help="a tiny demo, or a size of the paper")
@@ -93,13 +93,13 @@ def _settings() -> str:
     from .model import MoRConfig
     from .train import TrainConfig
 
-    lines = []
+    lines = [""]
     for option, config in (("--model", MoRConfig), ("--train", TrainConfig)):
         lines.append(f"{option} takes, with these defaults:")
         for field in dataclasses.fields(config):
             if field.default is not dataclasses.MISSING:
                 lines.append(f"  {field.name}={json.dumps(field.default)}")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
