@@ -331,14 +331,16 @@ class ReferenceMoR:
                 trace.aux_logits.append(aux_logits)
                 deciding = aux_logits
             logit_of = dict(zip(candidates, logits.unbind(), strict=True))
-            gate_of = {i: c["alpha"] * ops.activate(logit, c["router_activation"]) for i, logit in logit_of.items()}
+            gate_of = {i: ops.gate(logit, c["router_activation"], c["alpha"]) for i, logit in logit_of.items()}
 
-            if mode == "topk":
+            if r == 0:
+                kept = candidates  # the first recursion takes every token, whatever its logit
+            elif mode == "topk":
                 kept = ops.keep_best(logit_of if c["rank"] == "logit" else gate_of, ks[r])
             else:
-                # The first recursion takes every token. A logit, not the gate, is compared: alpha scales the gate.
+                # A logit, not the gate, is compared: alpha scales the gate.
                 going_on = dict(zip(candidates, (deciding > 0).tolist(), strict=True))
-                kept = [i for i in candidates if (r == 0 or going_on[i]) and not logit_of[i].isnan()]
+                kept = [i for i in candidates if going_on[i] and not logit_of[i].isnan()]
 
             rows = list(x)
             for i, fx in zip(kept, self.block(r, x[kept], kept, memories), strict=True):

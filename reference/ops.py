@@ -60,6 +60,12 @@ def activate(logits: Tensor, activation: str) -> Tensor:
     raise ValueError(f"activation: expected sigmoid, tanh, softmax or none, got {activation!r}")
 
 
+def gate(logit: Tensor, activation: str, alpha: float) -> Tensor:
+    """alpha * G(logit), finite; 0 if the logit is NaN, so that such a token gets nothing added."""
+    value = bounded(alpha * activate(logit, activation))
+    return torch.where(value.isnan(), 0.0, value)
+
+
 def keep_best(strengths: dict[int, Tensor], k: int) -> list[int]:
     """The k positions of greatest strength, ascending. Ties go to the lower position; NaN is never kept."""
     numbers = {position: strength.item() for position, strength in strengths.items()}
@@ -114,7 +120,7 @@ def route(
                 output = router_outputs[b, c]
             logit = bounded(output / temperature)
             logits[b, c] = logit_of[position] = logit
-            gate_of[position] = alpha * activate(logit, activation)
+            gate_of[position] = gate(logit, activation, alpha)
 
         if indices is not None:
             kept = [position for position in indices[b].tolist() if position >= 0]

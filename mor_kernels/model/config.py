@@ -100,12 +100,18 @@ class MoRConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 _fail(name, "one of " + ", ".join(allowed), repr(getattr(self, name)))
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "max_position_embeddings", "num_recursions",
-        ):  # fmt: skip
-            if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
-                _fail(name, "an integer of at least 1", repr(getattr(self, name)))
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type.split(" ")[0]
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if kind == "bool" and not isinstance(value, bool):
+                _fail(field.name, "True or False", repr(value))
+            if kind == "int":
+                least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
+                if not whole or value < least:
+                    _fail(field.name, f"an integer of at least {least}", repr(value))
+            if kind == "float" and not (value is None and "None" in field.type):
+                if not (whole or isinstance(value, float)) or not math.isfinite(value):
+                    _fail(field.name, "a number", repr(value))
         if self.num_attention_heads % self.num_key_value_heads:
             _fail("num_key_value_heads", f"a divisor of num_attention_heads {self.num_attention_heads}",
                   self.num_key_value_heads)  # fmt: skip
@@ -114,9 +120,8 @@ class MoRConfig:
         for name in ("temperature", "rope_theta", "rms_norm_eps"):
             if not getattr(self, name) > 0:
                 _fail(name, "a number > 0", getattr(self, name))
-        for name in ("cap_warmup_steps", "lora_rank"):
-            if getattr(self, name) < 0:
-                _fail(name, "at least 0", getattr(self, name))
+        if self.initializer_range < 0:
+            _fail("initializer_range", "at least 0", self.initializer_range)
         self._check_depth()
         expert = self.router == "expert_choice"
         if self.router_activation is None:
@@ -129,6 +134,8 @@ class MoRConfig:
         if capacities is None and expert:
             capacities = [(self.num_recursions - r) / self.num_recursions for r in range(self.num_recursions)]
         if capacities is not None:
+            if not isinstance(capacities, (list, tuple)):
+                _fail("capacities", "a number for each recursion", repr(capacities))
             object.__setattr__(self, "capacities", tuple(capacities))
             self._check_capacities()
 
@@ -136,7 +143,7 @@ class MoRConfig:
         own = 2 if self.sharing.startswith("middle") else 0
         shared, recursions = self.num_hidden_layers - own, self.num_recursions
         if shared < recursions or shared % recursions:
-            below = shared // recursions * recursions + own
+            below = max(shared // recursions, 0) * recursions + own
             near = [str(depth) for depth in (below, below + recursions) if depth > own]
             _fail(
                 "num_hidden_layers",
@@ -150,7 +157,7 @@ class MoRConfig:
         if len(self.capacities) != self.num_recursions:
             _fail("capacities", f"{self.num_recursions} numbers, one a recursion", self.capacities)
         for r, capacity in enumerate(self.capacities):
-            if not 0 < capacity <= 1:
+            if not (isinstance(capacity, (int, float)) and 0 < capacity <= 1):
                 _fail(f"capacities[{r}]", "a number in (0, 1]", capacity)
             if r and capacity > self.capacities[r - 1]:
                 _fail(f"capacities[{r}]", f"at most capacities[{r - 1}] = {self.capacities[r - 1]}, since a recursion "

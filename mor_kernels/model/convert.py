@@ -59,6 +59,18 @@ def dense_to_recursive(
     if own:
         origin |= {0: [0], config.num_unique_layers - 1: [depth - 1]}
 
+    known = {
+        f"layers.{i}.{name.split('.', 2)[2]}" for i in range(depth) for name in fresh if name.startswith("layers.")
+    }
+    known |= {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
+    tied = "lm_head.weight" in dense and "lm_head.weight" not in fresh
+    if tied and not torch.equal(dense["lm_head.weight"], dense["embed_tokens.weight"]):
+        raise ValueError(
+            f"{source}: expected a head tied to the embedding (tie_word_embeddings=True), got one of its own"
+        )
+    if unknown := sorted(dense.keys() - known):
+        raise ValueError(f"{source}: expected the tensors of a Llama without biases, got also {unknown[0]}")
+
     state = {}
     for name, value in fresh.items():
         if name.startswith("layers."):

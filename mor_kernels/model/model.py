@@ -66,6 +66,13 @@ class MoR(nn.Module):
             self.recursion_encoding = nn.Parameter(torch.empty(recursions, config.hidden_size))
         self._initialise()
 
+    def _apply(self, *args, **kwargs):
+        bias = self.router_bias
+        super()._apply(*args, **kwargs)
+        if bias is not None:  # steps of 0.001 would be lost in bf16
+            self.router_bias = bias.to(self.router_bias.device)
+        return self
+
     @torch.no_grad()
     def _initialise(self):
         for name, parameter in self.named_parameters():
@@ -189,18 +196,34 @@ class MoR(nn.Module):
         def fail(name, expected, got):
             raise ValueError(f"{name}: expected {expected}, got {got}")
 
-        if input_ids.dim() != 2 or input_ids.is_floating_point():
-            fail("input_ids", "integers of shape (B, T)", f"{input_ids.dtype} of shape {tuple(input_ids.shape)}")
+        integers = (torch.int64, torch.int32)
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
+            got = getattr(input_ids, "dtype", type(input_ids).__name__)
+            fail(
+                "input_ids",
+                "int64 or int32 of shape (B, T)",
+                f"{got} of shape {tuple(getattr(input_ids, 'shape', ()))}",
+            )
         if input_ids.shape[1] > self.config.max_position_embeddings:
             fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
         for name, value in (("targets", targets), ("attention_mask", attention_mask)):
             if value is not None and value.shape != input_ids.shape:
                 fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(value.shape))
+        if targets is not None and targets.dtype != torch.int64:
+            fail("targets", "int64", targets.dtype)
+        for name, ids, least in (("input_ids", input_ids, 0), ("targets", targets, -100)):
+            # where looking at values waits for nothing
+            if ids is not None and ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+                low, high = (int(bound) for bound in ids.aminmax())
+                if low < least or high >= self.config.vocab_size:
+                    fail(name, f"ids below vocab_size {self.config.vocab_size}", low if low < least else high)
         if mode not in ("topk", "threshold"):
             fail("mode", "'topk' or 'threshold'", repr(mode))
         if ks is not None and self.config.router == "expert_choice":
             limits = (input_ids.shape[1], *ks)
-            if len(ks) != self.config.num_recursions or ks[0] != limits[0] or any(a < b for a, b in zip(limits, ks)):
+            whole = all(isinstance(k, (int, torch.SymInt)) and k >= 0 for k in ks)
+            falling = whole and ks and ks[0] == limits[0] and all(a >= b for a, b in zip(limits, ks))
+            if len(ks) != self.config.num_recursions or not falling:
                 fail("ks", f"{self.config.num_recursions} non-increasing numbers, the first {input_ids.shape[1]}", ks)
 
     def _key_values(self, kind, **layout):
@@ -223,6 +246,8 @@ class MoR(nn.Module):
         """Each recursion keeps the best k of the tokens that the one before kept (paper, equation 1)."""
         config = self.config
         batch, length, _ = x.shape
+        everyone = torch.arange(length, device=x.device).expand(batch, length)
+        everyone = torch.where(self._real(everyone, seqlens), everyone, -1)
         key_values = self._key_values(BatchedKeyValues, seqlens=seqlens)
         depths = torch.zeros(batch, length + 1, dtype=torch.int64, device=x.device)
         aux, z, accuracies = [], [], []
@@ -236,6 +261,7 @@ class MoR(nn.Module):
                 logits=None if router.linear else router(self._candidate_rows(x, kept))[..., 0],
                 candidates=kept,
                 seqlens=seqlens,
+                indices=None if r else everyone,  # the first recursion takes every token, whatever its logit
                 activation=config.router_activation,
                 alpha=config.alpha,
                 temperature=config.temperature if router.linear else 1.0,  # its own forward divides
@@ -248,24 +274,24 @@ class MoR(nn.Module):
             deciding = routed.logits
             if len(self.aux_routers):
                 deciding = self.aux_routers[r](self._candidate_rows(x.detach(), kept))[..., 0]
-            if config.aux != "none":
+            if config.aux != "none" and config.aux_coeff:
                 aux.append(ops.aux_loss(deciding, routed.indices, candidates=kept, seqlens=seqlens))
-            candidates = torch.arange(length, device=x.device).expand(batch, length) if kept is None else kept
-            valid = (candidates >= 0) & self._real(candidates, seqlens)
-            z.append(ops.z_loss(routed.logits, valid=valid))
+            candidates = everyone if kept is None else kept
+            if config.z_coeff:
+                z.append(ops.z_loss(routed.logits, valid=candidates >= 0))
 
             depths.scatter_(1, torch.where(routed.indices >= 0, routed.indices, length), r + 1)
             x = ops.scatter_back(x, update, routed.indices, routed.gates, residual=config.residual)
             if r:
                 chosen = depths.gather(1, candidates.clamp(min=0)) == r + 1
-                accuracies.append(ops.sampling_accuracy(deciding.detach() > 0, chosen, valid))
+                accuracies.append(ops.sampling_accuracy(deciding.detach() > 0, chosen, candidates >= 0))
             kept = routed.indices
         depths = depths[:, :length]
-        losses = {"aux": sum(aux)} if aux else {}
-        metrics = {"dead_token_ratio": ops.dead_token_ratio(depths == config.num_recursions)}
+        losses = {name: sum(terms) for name, terms in (("aux", aux), ("z", z)) if terms}
+        metrics = {"dead_token_ratio": ops.dead_token_ratio(depths == config.num_recursions, everyone >= 0)}
         if accuracies:
             metrics["sampling_accuracy"] = torch.stack(accuracies).mean()
-        return x, (depths, {**losses, "z": sum(z)}, metrics)
+        return x, (depths, losses, metrics)
 
     @staticmethod
     def _candidate_rows(x, kept):
@@ -273,7 +299,7 @@ class MoR(nn.Module):
             return x
         first = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
         rows = ops.gather(x.flatten(0, 1), torch.where(kept >= 0, kept + first, -1).flatten())
-        return rows.view(*kept.shape, -1)
+        return rows.view(*kept.shape, x.shape[-1])
 
     def _threshold(self, x, positions, seqlens):
         """Expert-choice without a look at later tokens: a token goes on while the deciding logit is positive."""
@@ -301,12 +327,15 @@ class MoR(nn.Module):
 
         The unscaled logit decides, of the auxiliary router where there is one; what is no number doesn't go on.
         """
-        return (self.aux_routers if len(self.aux_routers) else self.routers)[recursion](x)[..., 0] > 0
+        logits = self.routers[recursion](x)[..., 0]
+        if len(self.aux_routers):
+            return (self.aux_routers[recursion](x)[..., 0] > 0) & ~logits.isnan()
+        return logits > 0
 
     def expert_gates(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
         """Expert-choice: fp32 gates (...) of states (..., D) entering ``recursion``, as in :func:`ops.route`."""
         logits = self.routers[recursion](x)[..., 0]
-        gates = self.config.alpha * activate(bounded(logits), self.config.router_activation)
+        gates = bounded(self.config.alpha * activate(bounded(logits), self.config.router_activation))
         return torch.where(logits.isnan(), 0, gates)
 
     def choose_depths(self, x: torch.Tensor, valid: torch.Tensor | None = None):
@@ -340,15 +369,15 @@ class MoR(nn.Module):
         everyone = torch.where(real.flatten(), torch.arange(len(start), device=x.device), -1)
         x = ops.scatter_back(start, state, everyone, exit_gate).view(shape)
 
-        losses = {"z": ops.z_loss(logits, valid=real)}
-        if config.balance == "loss":
+        losses = {"z": ops.z_loss(logits, valid=real)} if config.z_coeff else {}
+        if config.balance == "loss" and config.balance_coeff:
             losses["balance"] = ops.balance_loss(probs, depths, scope=config.balance_scope)
         recursions = torch.arange(1, config.num_recursions + 1, device=x.device)
         with torch.no_grad():
             share = torch.where(real[..., None], probs, 0).sum((0, 1)) / real.sum().clamp(min=1)
             metrics = {
                 "max_vio": ops.max_vio((depths[..., None] == recursions).sum((0, 1))),
-                "entropy": ops.routing_entropy(share[None]),
+                "entropy": ops.routing_entropy(share[None] / share.sum()),  # probabilities of "sigmoid" don't sum to 1
             }
         return x, (depths, losses, metrics)
 
@@ -360,7 +389,8 @@ class MoR(nn.Module):
         """
         if torch.compiler.is_compiling():
             return [(i, c, length) for i, c in zip(packed.indices, packed.cu_seqlens)]
-        sizes = torch.stack((packed.cu_seqlens[:, -1], packed.cu_seqlens.diff(dim=1).amax(1))).T.tolist()
+        lengths = F.pad(packed.cu_seqlens.diff(dim=1), (0, 1))  # one more, since a batch may have no rows
+        sizes = torch.stack((packed.cu_seqlens[:, -1], lengths.amax(1))).T.tolist()
         return [(i[:n], c, m) for i, c, (n, m) in zip(packed.indices, packed.cu_seqlens, sizes)]
 
     @torch.no_grad()
@@ -386,7 +416,7 @@ class MoR(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike, **changes) -> MoR:
-        """A saved model; ``changes`` override fields of its configuration.
+        """A saved model, in the dtype that it was saved in; ``changes`` override fields of its configuration.
 
         Raises:
             FileNotFoundError, ValueError: a file is missing, corrupt or of another model; the message says which.
@@ -400,6 +430,7 @@ class MoR(nn.Module):
             state = load_file(weights)
         except SafetensorError as error:
             raise ValueError(f"{weights}: expected a safetensors file, got a corrupt one: {error}") from None
+        model.to(state["embed_tokens.weight"].dtype if "embed_tokens.weight" in state else torch.float32)
         model.load_checked(state, weights)
         return model
 

@@ -1,7 +1,11 @@
 """The operators: plain functions over registered ops, usable in any model.
 
-Each checks its arguments, is differentiable, compiles with ``torch.compile(fullgraph=True)`` and never waits for the
-device. ``backend=`` or the environment variable ``MOR_BACKEND`` names a backend, which is then used or refused.
+Each compiles with ``torch.compile(fullgraph=True)`` and never waits for the device. Gradients are first derivatives; to
+differentiate them again is not supported. A ``ValueError`` names the argument that doesn't fit, what was expected and
+what came; on the CPU the values of indices are looked at too. ``backend=`` ("eager", "triton", "cuda"), or the
+environment variable ``MOR_BACKEND``, names a backend, which is then used, or refused with a ``RuntimeError``.
+``rope``, ``choose_depths``, ``router_bias_update`` and the metrics are made of PyTorch's own operators and have no
+backends.
 """
 
 from .attention import attention, attention_varlen

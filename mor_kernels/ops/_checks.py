@@ -22,11 +22,15 @@ def tensor(
     dtypes: Iterable[torch.dtype] = FLOATS,
     like: torch.Tensor | None = None,
 ) -> None:
-    """``value`` is a tensor of ``shape`` (a letter stands for any size, a number for itself), of one of ``dtypes``, on
-    the device of ``like``."""
+    """``value`` is a tensor of ``shape`` (a number stands for itself, a name for any size, "..." at either end for any
+    number of them), of one of ``dtypes``, on the device of ``like``."""
     if not isinstance(value, torch.Tensor):
         fail(op, argument, "a tensor", type(value).__name__)
-    if value.dim() != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, value.shape)):
+    named = tuple(n for n in shape if n != "...")
+    sizes = tuple(value.shape)
+    if len(named) < len(shape):
+        sizes = sizes[: len(named)] if shape[-1] == "..." else sizes[max(len(sizes) - len(named), 0) :]
+    if len(sizes) != len(named) or any(not isinstance(n, str) and n != m for n, m in zip(named, sizes)):
         fail(op, argument, f"shape ({', '.join(map(str, shape))})", f"({', '.join(map(str, value.shape))})")
     if value.dtype not in dtypes:
         fail(op, argument, "dtype " + " or ".join(str(d).removeprefix("torch.") for d in dtypes), value.dtype)
@@ -34,10 +38,30 @@ def tensor(
         fail(op, argument, f"device {like.device}", value.device)
 
 
+def whole(op: str, argument: str, value: object, least: int = 0) -> None:
+    """``value`` is a whole number (symbolic ones count) of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
+        fail(op, argument, f"a whole number of at least {least}", value)
+
+
+# On the CPU the values of index tensors are looked at as well, since that waits for nothing there. On another device a
+# negative index means "none", and one too large may or may not be told by PyTorch.
+
+
 def indices(op: str, argument: str, values: torch.Tensor | None, limit: int) -> None:
-    """``values`` are below ``limit``. On the CPU only, where looking waits for nothing; a kernel doesn't look."""
-    if values is not None and values.device.type == "cpu" and values.numel() and int(values.max()) >= limit:
-        fail(op, argument, f"values of at most {limit - 1}", int(values.max()))
+    """``values`` are in -1..limit - 1."""
+    if values is not None and values.device.type == "cpu" and values.numel():
+        low, high = (int(bound) for bound in values.aminmax())
+        if low < -1 or high >= limit:
+            fail(op, argument, f"values of at least -1 and at most {limit - 1}", low if low < -1 else high)
+
+
+def offsets(op: str, argument: str, cu_seqlens: torch.Tensor, total: int) -> None:
+    """``cu_seqlens`` begins with 0, ascends, and ends at no more than ``total``."""
+    if cu_seqlens.device.type == "cpu":
+        values = cu_seqlens.tolist()
+        if values[0] != 0 or values != sorted(values) or values[-1] > total:
+            fail(op, argument, f"0 first, then ascending to at most {total}", values if len(values) < 9 else "others")
 
 
 def choice(op: str, argument: str, value: object, allowed: tuple) -> None:

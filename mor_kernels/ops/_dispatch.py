@@ -19,7 +19,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 _implementations: dict[str, dict[str, Callable]] = {}
 
 # Read once: an environment variable read inside a compiled function would be frozen into the graph without notice.
-_default_backend = os.environ.get("MOR_BACKEND", "auto")
+_default_backend = os.environ.get("MOR_BACKEND") or "auto"
 
 
 def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
@@ -66,8 +66,10 @@ def unavailable(backend: str, op: str | None = None, device: torch.device | str 
         return f"this version has no {backend} implementation of {op or 'any op'}"
     if backend == "eager":
         return None
-    if backend == "triton" and torch.device(device or "cuda").type == "cpu":
-        return None if os.environ.get("TRITON_INTERPRET") == "1" else "on the CPU it needs TRITON_INTERPRET=1"
+    if torch.device(device or "cuda").type == "cpu":
+        if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "the tensors are on the CPU" + (", which needs TRITON_INTERPRET=1" if backend == "triton" else "")
     return None if torch.cuda.is_available() else "no CUDA device is visible"
 
 

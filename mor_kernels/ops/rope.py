@@ -19,7 +19,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> to
     Returns:
         Like x; angles and products are in fp32 (fp64 for fp64 x).
     """
-    _checks.tensor("rope", "x", x, (*x.shape[:-1], "d"))
+    _checks.tensor("rope", "x", x, ("...", "H", "d"))
     _checks.tensor("rope", "positions", positions, tuple(x.shape[:-2]), _checks.INTEGERS, x)
     half, odd = divmod(x.shape[-1], 2)
     if odd:

@@ -96,8 +96,8 @@ def test_capacity_warmup():
 
 
 BAD_INPUTS = [
-    (lambda m, x: m(x.float()), "input_ids: expected integers of shape"),
-    (lambda m, x: m(x[0]), "input_ids: expected integers of shape"),
+    (lambda m, x: m(x.float()), "input_ids: expected int64 or int32 of shape"),
+    (lambda m, x: m(x[0]), "input_ids: expected int64 or int32 of shape"),
     (lambda m, x: m(tokens(1, 33)), "input_ids: expected at most 32 positions, got 33"),
     (lambda m, x: m(x, x[:2]), r"targets: expected the shape of input_ids, \(3, 9\), got \(2, 9\)"),
     (lambda m, x: m(x, attention_mask=x[:, :2]), "attention_mask: expected the shape of input_ids"),

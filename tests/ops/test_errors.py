@@ -25,8 +25,8 @@ BAD = [
     (lambda: ops.route(X.long(), W, 1), "route: x: expected dtype float32 or .* or float64, got torch.int64"),
     (lambda: ops.route(X, W[:3], 1), r"route: weight: expected shape \(4\), got \(3\)"),
     (lambda: ops.route(X, None, 1), "route: weight, logits: expected exactly one of them, got neither"),
-    (lambda: ops.route(X, W, 6), "route: k: expected 0 <= k <= 5 candidates, got 6"),
-    (lambda: ops.route(X, W, -1), "route: k: expected 0 <= k <= 5 candidates, got -1"),
+    (lambda: ops.route(X, W, 6), "route: k: expected at most the 5 candidates, got 6"),
+    (lambda: ops.route(X, W, -1), "route: k: expected a whole number of at least 0, got -1"),
     (lambda: ops.route(X, W, 1, activation="relu"), "route: activation: expected 'sigmoid' or .*, got 'relu'"),
     (lambda: ops.route(X, W, 1, rank="best"), "route: rank: expected 'logit' or 'score', got 'best'"),
     (lambda: ops.route(X, W, 1, temperature=0.0), "route: temperature: expected a number > 0, got 0.0"),
@@ -35,12 +35,21 @@ BAD = [
     (lambda: ops.route(X, W, 1, seqlens=torch.ones(3).long()), r"route: seqlens: expected shape \(2\), got \(3\)"),
     (lambda: ops.route(X, None, 1, logits=X[..., 0].half()), "route: logits: expected dtype float32, got"),
     (lambda: ops.route(X, W.to("meta"), 1), "route: weight: expected device cpu, got meta"),
-    (lambda: ops.route(X, W, 1, candidates=I2 + 1), "route: candidates: expected values of at most 4, got 5"),
-    (lambda: ops.gather(X[0], I2[0] + 1), "gather: indices: expected values of at most 4, got 5"),
-    (lambda: ops.scatter_back(X[0], X[0, :3], I2[0] + 1), "scatter_back: indices: expected values of at most 4, got 5"),
+    (lambda: ops.route(X, W, 1, candidates=I2 + 1), "route: candidates: expected values of .* at most 4, got 5"),
+    (lambda: ops.gather(X[0], I2[0] + 1), "gather: indices: expected values of .* at most 4, got 5"),
+    (lambda: ops.scatter_back(X[0], X[0, :3], I2[0] + 1), "scatter_back: indices: expected values .* 4, got 5"),
+    (lambda: ops.route(X, W, 1.0), "route: k: expected a whole number of at least 0, got 1.0"),
+    (lambda: ops.route(X, W, 1, candidates=I2.flip(1)), "route: candidates: expected ascending positions, then -1"),
+    (lambda: ops.route(X, W, 1, candidates=I2, indices=I2[:, :1] + 3), "route: indices: expected candidates of"),
+    (
+        lambda: ops.route(X, W, 1, seqlens=torch.tensor([5, 1]), indices=I2[:, :1]),
+        "route: indices: expected candidates of",
+    ),
+    (lambda: ops.gather([1], I2), "gather: x: expected a tensor, got list"),
+    (lambda: ops.gather(X[0], I2[0] - 3), "gather: indices: expected values of at least -1 and at most 4, got -3"),
     (lambda: ops.gather(X, I2), r"gather: indices: expected shape \(n\), got \(2, 3\)"),
     (lambda: ops.pack_depths(X[..., 0], 2), "pack_depths: depths: expected dtype int64 or int32, got torch.float32"),
-    (lambda: ops.pack_depths(I2, 0), "pack_depths: num_recursions: expected at least 1, got 0"),
+    (lambda: ops.pack_depths(I2, 0), "pack_depths: num_recursions: expected a whole number of at least 1, got 0"),
     (lambda: ops.scatter_back(W, W, I2), r"scatter_back: x: expected a tensor of shape \(B, N, D\) or \(M, D\)"),
     (lambda: ops.scatter_back(X, X, I2), r"scatter_back: update: expected shape \(2, 3, 4\), got \(2, 5, 4\)"),
     (lambda: ops.scatter_back(X, X[:, :3], I2, residual="add"), "scatter_back: residual: expected 'block' or"),
@@ -52,6 +61,11 @@ BAD = [
         lambda: ops.attention_varlen(Q[0], K[0], K[0], CU.long(), CU, 2, 2),
         "attention_varlen: cu_seqlens_q: expected dtype int32, got torch.int64",
     ),
+    (
+        lambda: ops.attention_varlen(Q[0], K[0], K[0], CU, CU * 3, 2, 6),
+        "attention_varlen: cu_seqlens_k: expected 0 first, then ascending to at most 5, got",
+    ),
+    (lambda: ops.attention_varlen(Q[0], K[0], K[0], CU, CU, 2, -2), "max_seqlen_k: expected a whole number"),
     (
         lambda: ops.attention_varlen(Q[0], K[0], K[0], CU, CU, 1, 2),
         "attention_varlen: max_seqlen_q: expected at least 2, got 1",
@@ -66,12 +80,17 @@ BAD = [
         lambda: ops.kv_lookup(CACHE, CACHE, TABLE, CU, 1),
         r"kv_lookup: total: expected at least cu_seqlens\[-1\] = 2, got 1",
     ),
+    (lambda: ops.kv_lookup(CACHE, CACHE, TABLE - 1, CU, 2), r"kv_lookup: page_table: expected pages in 0..2 .* got -1"),
+    (lambda: ops.rope(torch.ones(3), torch.arange(2)), r"rope: x: expected shape \(..., H, d\), got \(3\)"),
     (lambda: ops.rope(torch.ones(2, 1, 3), torch.arange(2)), "rope: x: expected an even last dimension, got 3"),
     (lambda: ops.aux_loss(X[..., 0], I2[:1]), r"aux_loss: kept: expected shape \(2, k\), got \(1, 3\)"),
     (lambda: ops.z_loss(W), r"z_loss: logits: expected shape \(B, C\) or \(B, N, Nr\)"),
     (lambda: ops.balance_loss(X, I2), r"balance_loss: depths: expected shape \(2, 5\), got \(2, 3\)"),
     (lambda: ops.balance_loss(X, X[..., 0].long(), scope="token"), "balance_loss: scope: expected 'sequence' or"),
     (lambda: ops.choose_depths(X, activation="tanh"), "choose_depths: activation: expected 'softmax' or"),
+    (lambda: ops.choose_depths(X, bias=W[:3]), r"choose_depths: bias: expected shape \(4\), got \(3\)"),
+    (lambda: ops.choose_depths(X, valid=X[0] > 0), r"choose_depths: valid: expected shape \(2, 5\), got \(5, 4\)"),
+    (lambda: ops.sampling_accuracy(X > 0, X > 0, W > 0), r"sampling_accuracy: valid: expected shape \(2, 5, 4\), got"),
     (lambda: ops.router_bias_update(W, W[:2]), r"router_bias_update: counts: expected shape \(4\), got \(2\)"),
 ]  # fmt: skip
 
@@ -91,7 +110,7 @@ def test_an_error_writes_nothing():
     cache = torch.zeros(3, 4, 2, 4)
     with pytest.raises(ValueError):
         ops.kv_append_(NEW, NEW[:1], cache, cache, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="kv_append: slots: expected values of at most 11, got 12"):
+    with pytest.raises(ValueError, match="kv_append_: slots: expected values of at least -1 and at most 11, got 12"):
         ops.kv_append_(NEW, NEW, cache, cache, torch.tensor([0, 12]))
     assert not cache.any()
 

@@ -92,6 +92,8 @@ def _prepare(op, lead, q, k, v, softmax_scale):
     _checks.tensor(op, "k", k, (*[q.shape[0]] * len(lead), "Tk", "G", width), like=q)
     _checks.tensor(op, "v", v, tuple(k.shape), like=q)
     groups = k.shape[-2]
+    if width == 0:
+        _checks.fail(op, "q", "a head width of at least 1", 0)
     if groups == 0 or heads % groups:
         _checks.fail(op, "k", f"a number of heads that divides the {heads} query heads", groups)
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
@@ -122,7 +124,8 @@ def attention(
             projection are welcome.
         q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index (plain causal).
         q_lens: (B,) integers; queries at and past it are padding: output zeros, no gradient.
-        k_lens: (B,) integers; keys at and past it are not seen, whatever they hold.
+        k_lens: (B,) integers; keys at and past it are not seen, whatever they hold. So are keys past a sequence's last
+            position; a NaN among the others reaches every query of its sequence.
         softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp of the scaled scores, (B, H, Tq) fp32, -inf where nothing is seen.
 
@@ -165,6 +168,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: bounds on the lengths.
         q_positions: (total_q,) integers, each query's position counted in keys of its sequence. Default: its index in
             the sequence (top-left aligned).
+        softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp, (H, total_q) fp32, -inf where nothing is seen.
 
     Returns:
@@ -173,6 +177,10 @@ def attention_varlen(
     op = "attention_varlen"
     q, k, v, scale = _prepare(op, (), q, k, v, softmax_scale)
     _checks.tensor(op, "cu_seqlens_q", cu_seqlens_q, ("B+1",), (torch.int32,), q)
+    if cu_seqlens_q.shape[0] == 0:
+        _checks.fail(op, "cu_seqlens_q", "at least one element", "none")
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        _checks.whole(op, name, value)
     _checks.tensor(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), (torch.int32,), q)
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)

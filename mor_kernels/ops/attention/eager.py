@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _checks
 from .._numeric import wide
 
 _SCORES_AT_ONCE = 2**26
@@ -39,6 +40,7 @@ def _setup(q, k, v, q_positions, q_lens, k_lens):
         q_positions = torch.arange(queries, device=q.device).expand(batch, queries)
     q_valid = _valid(queries, q_lens, q)
     q_positions = q_positions if q_valid is None else torch.where(q_valid, q_positions, -1)
+    q_positions = q_positions.clamp(max=keys)  # as good as any larger one, and safe to add to
     last = q_positions.amax(1) + 1 if queries else torch.zeros(batch, dtype=torch.int64, device=q.device)
     k_valid = _valid(keys, last if k_lens is None else torch.minimum(last, k_lens), k)
     q5 = _heads_first(q, dtype, q_valid).reshape(batch, groups, heads // groups, queries, width)
@@ -87,10 +89,11 @@ def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_l
     return tuple(t.to(q.dtype).contiguous() for t in (d_q, d_k, d_v))
 
 
-def _lengths(cu_seqlens, max_seqlen, name):
+def _lengths(cu_seqlens, max_seqlen, total, name):
+    _checks.offsets("attention_varlen", f"cu_seqlens_{name}", cu_seqlens, total)
     lens = cu_seqlens.diff()
     if cu_seqlens.device.type == "cpu" and lens.numel() and int(lens.max()) > max_seqlen:
-        raise ValueError(f"attention_varlen: {name}: expected at least {int(lens.max())}, got {max_seqlen}")
+        _checks.fail("attention_varlen", f"max_seqlen_{name}", f"at least {int(lens.max())}", max_seqlen)
     return lens
 
 
@@ -121,8 +124,8 @@ def _unpad_lse(lse, cu_seqlens, total):
 
 
 def _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions):
-    q_lens = _lengths(cu_seqlens_q, max_seqlen_q, "max_seqlen_q")
-    k_lens = _lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
+    q_lens = _lengths(cu_seqlens_q, max_seqlen_q, q.shape[0], "q")
+    k_lens = _lengths(cu_seqlens_k, max_seqlen_k, k.shape[0], "k")
     if q_positions is not None:
         q_positions = _pad(q_positions, cu_seqlens_q, max_seqlen_q)
     k, v = (_pad(t, cu_seqlens_k, max_seqlen_k) for t in (k, v))

@@ -45,6 +45,6 @@ def gather(x: torch.Tensor, indices: torch.Tensor, *, backend: str | None = None
     Returns:
         (n, ...), dtype of x.
     """
-    _checks.tensor("gather", "x", x, ("M", *x.shape[1:]))
+    _checks.tensor("gather", "x", x, ("M", "..."))
     _checks.tensor("gather", "indices", indices, ("n",), (torch.int64,), x)
     return apply(_Gather, x, indices, resolve("gather", backend, x))

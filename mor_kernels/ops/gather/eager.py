@@ -18,5 +18,5 @@ def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def gather_backward(d_rows: torch.Tensor, indices: torch.Tensor, length: int) -> torch.Tensor:
     d_x = d_rows.new_zeros(length + 1, *d_rows.shape[1:])  # the row past the end takes what -1 brings
-    d_x[indices] = d_rows
+    d_x[torch.where(indices >= 0, indices, length)] = d_rows
     return d_x[:length].clone()

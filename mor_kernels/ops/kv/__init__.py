@@ -173,6 +173,5 @@ def kv_lookup(
     _check_caches(op, k_cache, v_cache)
     _checks.tensor(op, "page_table", page_table, ("R", "max_pages"), (torch.int32,), k_cache)
     _checks.tensor(op, "cu_seqlens", cu_seqlens, (page_table.shape[0] + 1,), (torch.int32,), k_cache)
-    if total < 0:
-        _checks.fail(op, "total", "at least 0", total)
+    _checks.whole(op, "total", total)
     return apply(_Lookup, k_cache, v_cache, page_table, cu_seqlens, total, resolve(op, backend, k_cache))

@@ -5,10 +5,10 @@ import torch
 from .. import _checks
 
 
-def append_in_place(k, v, k_cache, v_cache, slots):
-    if slots.shape[0] == 0:
+def append_in_place(k, v, k_cache, v_cache, slots, op="kv_append_"):
+    _checks.indices(op, "slots", slots, k_cache.shape[0] * k_cache.shape[1])
+    if 0 in (slots.shape[0], k_cache.shape[0] * k_cache.shape[1]):
         return
-    _checks.indices("kv_append", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
     # A lane of padding repeats the write of the first real lane (or, without any, of slot 0 itself): the same value to
     # the same place, so nothing else is touched and nothing waits for the device.
     page_size = k_cache.shape[1]
@@ -25,12 +25,13 @@ def append_in_place(k, v, k_cache, v_cache, slots):
 
 def append(k, v, k_cache, v_cache, slots):
     k_cache, v_cache = (t.clone(memory_format=torch.contiguous_format) for t in (k_cache, v_cache))
-    append_in_place(k, v, k_cache, v_cache, slots)
+    append_in_place(k, v, k_cache, v_cache, slots, "kv_append")
     return k_cache, v_cache
 
 
 def append_backward(d_k_cache, d_v_cache, slots):
     real = (slots >= 0)[:, None, None]
+    slots = torch.where(slots >= 0, slots, d_k_cache.shape[0] * d_k_cache.shape[1])
     gradients = []
     for d_cache in (d_k_cache, d_v_cache):
         num_pages, page_size, *rest = d_cache.shape
@@ -54,25 +55,30 @@ def _flat_slots(page_table, cu_seqlens, total, page_size):
     return torch.where(live, page * page_size + place % page_size, 0), live[:, None, None]
 
 
-def _check_table(page_table, cu_seqlens, total, page_size):
-    """On the CPU, where looking costs no wait, say what doesn't fit instead of reading another row's page."""
+def _check_table(page_table, cu_seqlens, total, num_pages, page_size):
+    """On the CPU, say what doesn't fit instead of reading another row's page."""
     if cu_seqlens.device.type != "cpu" or cu_seqlens.numel() < 2:
         return
     if int(cu_seqlens[-1]) > total:
-        raise ValueError(f"kv_lookup: total: expected at least cu_seqlens[-1] = {int(cu_seqlens[-1])}, got {total}")
+        _checks.fail("kv_lookup", "total", f"at least cu_seqlens[-1] = {int(cu_seqlens[-1])}", total)
+    _checks.offsets("kv_lookup", "cu_seqlens", cu_seqlens, total)
     longest, room = int(cu_seqlens.diff().max()), page_table.shape[1] * page_size
     if longest > room:
-        raise ValueError(f"kv_lookup: page_table: expected pages for {longest} tokens a row, got room for {room}")
+        _checks.fail("kv_lookup", "page_table", f"pages for {longest} tokens a row", f"room for {room}")
+    used = torch.arange(page_table.shape[1]) * page_size < cu_seqlens.diff()[:, None]
+    wrong = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
+    if len(wrong):
+        _checks.fail("kv_lookup", "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))
 
 
 def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     num_pages, page_size, *rest = k_cache.shape
-    _check_table(page_table, cu_seqlens, total, page_size)
+    _check_table(page_table, cu_seqlens, total, num_pages, page_size)
     if 0 in (*page_table.shape, num_pages * page_size, total):
         return k_cache.new_zeros(total, *rest), v_cache.new_zeros(total, *rest)
     slot, live = _flat_slots(page_table, cu_seqlens, total, page_size)
     page, offset = slot // page_size, slot % page_size
-    return tuple(torch.where(live, cache[page, offset], 0) for cache in (k_cache, v_cache))
+    return tuple(torch.where(live, cache[page, offset], 0).contiguous() for cache in (k_cache, v_cache))
 
 
 def lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size):

@@ -79,8 +79,8 @@ def aux_loss(
 
     Args:
         logits: (B, C) as :func:`route` returns them.
-        kept: (B, k) int64, the kept positions, -1 for none (``Routed.indices``).
-        candidates: (B, C) int64 as given to :func:`route`; default all positions.
+        kept: (B, k) int64, the kept positions, ascending, all of them candidates, -1 at the end (``Routed.indices``).
+        candidates: (B, C) int64, ascending, -1 at the end, as given to :func:`route`; default all positions.
         seqlens: (B,) integers as given to :func:`route`.
     """
     _checks.tensor("aux_loss", "logits", logits, ("B", "C"))
@@ -140,17 +140,22 @@ def router_bias_update(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0
     return bias + rate * torch.sign(counts.mean() - counts).to(bias.dtype)
 
 
-def dead_token_ratio(kept: torch.Tensor) -> torch.Tensor:
-    """Share of positions that no sequence of the batch keeps at the last recursion; kept (B, N) bool."""
+def dead_token_ratio(kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Share of positions that no sequence of the batch keeps at the last recursion; kept (B, N) bool. With ``valid``
+    (B, N) bool, of the positions at which some sequence has a token."""
     _checks.tensor("dead_token_ratio", "kept", kept, ("B", "N"), (torch.bool,))
-    return (~kept.any(0)).float().mean()
+    valid = torch.ones_like(kept) if valid is None else valid
+    _checks.tensor("dead_token_ratio", "valid", valid, tuple(kept.shape), (torch.bool,), kept)
+    there = valid.any(0)
+    return (there & ~kept.any(0)).sum() / there.sum().clamp(min=1)
 
 
 def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """Share of valid candidates whose causal decision equals the top-k choice; bool tensors of one shape."""
-    _checks.tensor("sampling_accuracy", "kept", kept, tuple(kept.shape), (torch.bool,))
+    _checks.tensor("sampling_accuracy", "kept", kept, ("...",), (torch.bool,))
     _checks.tensor("sampling_accuracy", "predicted", predicted, tuple(kept.shape), (torch.bool,), kept)
     valid = torch.ones_like(kept) if valid is None else valid
+    _checks.tensor("sampling_accuracy", "valid", valid, tuple(kept.shape), (torch.bool,), kept)
     return ((predicted == kept) & valid).sum() / valid.sum().clamp(min=1)
 
 
@@ -162,6 +167,6 @@ def max_vio(counts: torch.Tensor) -> torch.Tensor:
 
 
 def routing_entropy(probs: torch.Tensor) -> torch.Tensor:
-    """Entropy, in nats, of the experts' average probabilities; probs (tokens, Nr). ln Nr when balanced."""
+    """Entropy, in nats, of the experts' average probabilities (tokens, Nr), which sum to 1; ln Nr when balanced."""
     _checks.tensor("routing_entropy", "probs", probs, ("tokens", "Nr"))
     return torch.special.entr(probs.to(wide(probs.dtype)).mean(0)).sum()

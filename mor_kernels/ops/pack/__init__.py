@@ -61,8 +61,7 @@ def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | Non
         :class:`Packed`.
     """
     _checks.tensor("pack_depths", "depths", depths, ("B", "N"), _checks.INTEGERS)
-    if num_recursions < 1:
-        _checks.fail("pack_depths", "num_recursions", "at least 1", num_recursions)
+    _checks.whole("pack_depths", "num_recursions", num_recursions, 1)
     return Packed(*apply(_Pack, depths, num_recursions, resolve("pack_depths", backend, depths)))
 
 
@@ -96,6 +95,12 @@ def choose_depths(
     """
     _checks.tensor("choose_depths", "logits", logits, ("B", "N", "Nr"))
     _checks.choice("choose_depths", "activation", activation, ("softmax", "sigmoid"))
+    if logits.shape[-1] == 0:
+        _checks.fail("choose_depths", "logits", "at least one recursion", 0)
+    if bias is not None:
+        _checks.tensor("choose_depths", "bias", bias, (logits.shape[-1],), like=logits)
+    if valid is not None:
+        _checks.tensor("choose_depths", "valid", valid, tuple(logits.shape[:2]), (torch.bool,), logits)
     logits = bounded(logits.to(wide(logits.dtype)))
     unknown = logits.isnan()
     logits = torch.where(unknown, torch.finfo(logits.dtype).min, logits)

@@ -137,8 +137,9 @@ def route(
         _checks.tensor("route", "logits", logits, (batch, scored), (wide(x.dtype),), x)
     if seqlens is not None:
         _checks.tensor("route", "seqlens", seqlens, (batch,), _checks.INTEGERS, x)
-    if k < 0 or k > scored:
-        _checks.fail("route", "k", f"0 <= k <= {scored} candidates", k)
+    _checks.whole("route", "k", k)
+    if k > scored:
+        _checks.fail("route", "k", f"at most the {scored} candidates", k)
     if indices is not None:
         _checks.tensor("route", "indices", indices, (batch, k), (torch.int64,), x)
     _checks.choice("route", "activation", activation, ("sigmoid", "tanh", "none"))

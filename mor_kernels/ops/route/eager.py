@@ -41,12 +41,30 @@ def _locate(indices: torch.Tensor, candidates: torch.Tensor | None, scored: int,
     return torch.where(indices >= 0, local, scored)
 
 
+def _check_candidates(candidates, length):
+    _checks.indices("route", "candidates", candidates, length)
+    if candidates is not None and candidates.device.type == "cpu" and candidates.shape[1] > 1:
+        ends = torch.where(candidates >= 0, candidates, length)
+        if not ((ends.diff(dim=1) > 0) | (ends[:, 1:] == length)).all():
+            _checks.fail("route", "candidates", "ascending positions, then -1", "others")
+
+
+def _replayed(indices, candidates, position, valid, length):
+    """A recorded choice and its place among the candidates; what is none of them counts as none (CPU: an error)."""
+    scored = position.shape[1]
+    local = _locate(indices, candidates, scored, length)
+    inside = local.clamp(max=max(scored - 1, 0))
+    found = (local < scored) & (position.gather(1, inside) == indices) & valid.gather(1, inside)
+    if indices.device.type == "cpu" and not (found | (indices == -1)).all():
+        _checks.fail("route", "indices", "candidates of their own sequence, or -1", "others")
+    return torch.where(found, indices, -1), torch.where(found, local, scored)
+
+
 def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
     batch, length, width = x.shape
-    _checks.indices("route", "candidates", candidates, length)
-    _checks.indices("route", "indices", indices, length)
     position, valid = _candidates(x, candidates, seqlens)
     scored = position.shape[1]
+    _check_candidates(candidates, length)
     if weight is not None:
         dtype = wide(x.dtype)
         logits = torch.mv(x.reshape(-1, width).to(dtype), weight.to(dtype)).view(batch, length)
@@ -54,18 +72,18 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     logits = torch.where(valid, bounded(logits / temperature), 0)
 
     if indices is None:
-        key = logits if rank == "logit" else (alpha * activate(logits, activation)).to(x.dtype)
+        key = logits if rank == "logit" else bounded((alpha * activate(logits, activation)).to(x.dtype))
         key = torch.where(valid & ~logits.isnan(), key, -torch.inf)
         best, order = key.sort(dim=-1, descending=True, stable=True)
         kept = best[:, :k] > -torch.inf
         local = torch.where(kept, order[:, :k], scored).sort(dim=-1).values
         indices = torch.where(local < scored, position.gather(1, local.clamp(max=max(scored - 1, 0))), -1)
     else:
-        indices = indices.clone()
-        local = _locate(indices, candidates, scored, length)
+        indices, local = _replayed(indices, candidates, position, valid, length)
 
     chosen = indices >= 0
-    gates = torch.where(chosen, alpha * activate(_take(logits, local), activation), 0)
+    kept_logits = _take(logits, local)
+    gates = torch.where(chosen & ~kept_logits.isnan(), bounded(alpha * activate(kept_logits, activation)), 0)
     rows = gather(x.reshape(-1, width), _flat(indices, length)).view(batch, k, width)
     return rows, indices, gates, logits, chosen.sum(-1, dtype=torch.int32)
 
@@ -82,12 +100,13 @@ def route_backward(
 
     value = activate(_take(logits, local), activation)
     slope = {"sigmoid": value * (1 - value), "tanh": 1 - value * value, "none": torch.ones_like(value)}[activation]
-    through_gate = torch.where(chosen, d_gates * alpha * slope, 0)
+    through_gate = torch.where(chosen & ~value.isnan(), d_gates * alpha * slope, 0)
     d_logits = torch.where(valid, d_logits, 0)
     d_logits = torch.nn.functional.pad(d_logits, (0, 1)).scatter_add(1, local, through_gate)[:, :scored] / temperature
 
-    spare = torch.zeros(batch * length + 1, width, dtype=dtype, device=x.device)  # row -1 takes what belongs nowhere
-    spare[_flat(indices, length)] = d_rows.reshape(-1, width).to(dtype)
+    spare = torch.zeros(batch * length + 1, width, dtype=dtype, device=x.device)  # the last takes what belongs nowhere
+    rows = _flat(indices, length)
+    spare[torch.where(rows >= 0, rows, batch * length)] = d_rows.reshape(-1, width).to(dtype)
     d_x = spare[:-1].view(batch, length, width)
     if weight is None:
         d_weight = x.new_empty(0)
@@ -98,6 +117,6 @@ def route_backward(
         scored_rows = torch.zeros(batch, length + 1, dtype=torch.bool, device=x.device)
         scored_rows = scored_rows.scatter_(1, torch.where(valid, position, length), True)[:, :length, None]
         d_x = d_x + d_score[..., None] * weight.to(dtype)
-        rows = torch.where(scored_rows, x, 0).to(dtype).view(-1, width)
-        d_weight = torch.mv(rows.T, d_score.reshape(-1)).to(weight.dtype)
+        scored_rows = torch.where(scored_rows, x, 0).to(dtype).view(-1, width)
+        d_weight = torch.mv(scored_rows.T, d_score.reshape(-1)).to(weight.dtype)
     return d_x.to(x.dtype), d_weight, d_logits

@@ -71,7 +71,7 @@ def scatter_back(
         x: the stream; bf16, fp16, fp32 or fp64.
         update: the block's output at the kept tokens; may have another floating dtype than x.
         indices: int64, each row at most once; -1 for none.
-        gates: fp32 (fp64 with fp64 x); default 1.
+        gates: fp32 or fp64; default 1.
 
     Returns:
         A new stream, shape and dtype of x; gradients reach x, update and gates.

@@ -8,10 +8,10 @@ from ..gather.eager import gather
 
 
 def _write(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of x with ``rows`` at ``indices``; -1 goes to a row past the end, which is cut off."""
+    """A copy of x with ``rows`` at ``indices``; what is negative goes to a row past the end, which is cut off."""
     out = x.new_empty(x.shape[0] + 1, x.shape[1])
     out[:-1] = x
-    out[indices] = rows.to(x.dtype)
+    out[torch.where(indices >= 0, indices, len(x))] = rows.to(x.dtype)
     return out[:-1].clone()
 
 
@@ -30,7 +30,7 @@ def scatter_back_backward(d_out, x, update, indices, gates, residual):
     g = 1 if gates is None else gates.to(dtype)[:, None]
     d_update = (g * dy).to(update.dtype)
     if residual == "block":
-        d_x = d_out.clone()
+        d_x = d_out.clone(memory_format=torch.contiguous_format)
     elif residual == "delta":
         d_x = _write(d_out, indices, (1 - g) * dy)
         f = f - gather(x, indices).to(dtype)
