@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 _TEMPORARY = ".tmp-"
+_FILES = {"config.json", "model.safetensors", "trainer.json", "trainer.pt"}
 
 
 def write_atomic(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -61,23 +62,51 @@ def _remove(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _is_complete(path: Path) -> bool:
+def _check_sizes(path: Path) -> dict[str, str]:
+    """The SHA-256 that each file of a checkpoint should have; raises if one is missing or has another size."""
+    index = path / "checkpoint.json"
+    if not index.exists():
+        raise FileNotFoundError(f"{index}: not found, so {path} is not a complete checkpoint")
     try:
-        files = json.loads((path / "checkpoint.json").read_text())["files"]
-        return all((path / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        entries = json.loads(index.read_text())["files"]
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
+        if absent := _FILES - files.keys():
+            raise ValueError(f"no {', '.join(sorted(absent))}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: damaged, expected sizes and hashes of the checkpoint's files ({error!r})") from None
+    for name, (size, _) in files.items():
+        file = path / name
+        if not file.exists():
+            raise FileNotFoundError(f"{file}: not found, expected a file of {size} bytes")
+        if file.stat().st_size != size:
+            raise ValueError(f"{file}: damaged, expected {size} bytes, found {file.stat().st_size}")
+    return {name: digest for name, (_, digest) in files.items()}
+
+
+def _fault(path: Path) -> str | None:
+    """Why a checkpoint is not complete, or None if it is."""
+    try:
+        _check_sizes(path)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _checkpoints(directory: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if _is_complete(path))
+    return sorted(path for path in directory.glob("step-*") if not _fault(path))
 
 
 def latest(directory: str | Path) -> Path | None:
     """The complete checkpoint of the highest step in `directory`, or None; anything incomplete is passed over."""
     found = _checkpoints(Path(directory))
     return found[-1] if found else None
+
+
+def incomplete(directory: str | Path) -> dict[Path, str]:
+    """The folders `step-*` that `latest` passes over, oldest first, each with what is wrong with it."""
+    folders = sorted(path for path in Path(directory).glob("step-*") if path.is_dir())
+    return {path: fault for path in folders if (fault := _fault(path))}
 
 
 def tidy(directory: str | Path, keep: int) -> None:
@@ -98,7 +127,7 @@ def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimiz
     """
     directory = Path(directory)
     path = directory / f"step-{step:08d}"
-    if _is_complete(path):
+    if not _fault(path):
         raise FileExistsError(f"{path}: a checkpoint of step {step} exists already")
     directory.mkdir(parents=True, exist_ok=True)
     aside = directory / f"{_TEMPORARY}{path.name}"
@@ -128,25 +157,14 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
     """Puts a checkpoint into `model`, `optimizer` and the RNGs; returns (step, state, tensors) as given to `save`.
 
     Raises FileNotFoundError for a missing file and ValueError for a damaged one or for a checkpoint of another model,
-    naming the file, what was expected and what was found. Nothing is changed unless every file has passed.
+    naming the file, what was expected and what was found. Nothing is changed unless every file has passed. Settings
+    of the optimizer (betas, weight decay, ...) stay those of `optimizer`; only its state comes from the checkpoint.
     """
     path = Path(path)
-    index = path / "checkpoint.json"
-    if not index.exists():
-        raise FileNotFoundError(f"{index}: not found, so {path} is not a complete checkpoint")
-    try:
-        entries = json.loads(index.read_text())["files"]
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: damaged, expected sizes and hashes of the checkpoint's files ({error!r})") from None
-    for name, (size, digest) in files.items():
-        file = path / name
-        if not file.exists():
-            raise FileNotFoundError(f"{file}: not found, expected a file of {size} bytes")
-        if file.stat().st_size != size:
-            raise ValueError(f"{file}: damaged, expected {size} bytes, found {file.stat().st_size}")
-        if (found := file_hash(file)) != digest:
-            raise ValueError(f"{file}: damaged, expected SHA-256 {digest}, found {found}")
+    for name, digest in _check_sizes(path).items():
+        if (found := file_hash(path / name)) != digest:
+            raise ValueError(f"{path / name}: damaged, expected SHA-256 {digest}, found {found}; remove this folder to "
+                             "go on from the one before")
 
     saved = json.loads((path / "config.json").read_text())
     given = json.loads(json.dumps(model.config.to_dict()))
@@ -157,6 +175,8 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
 
     trainer = json.loads((path / "trainer.json").read_text())
     loaded = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+    for saved_group, group in zip(loaded["optimizer"]["param_groups"], optimizer.param_groups):
+        saved_group.update({key: value for key, value in group.items() if key != "params"})
     try:
         optimizer.load_state_dict(loaded["optimizer"])
     except ValueError as error:

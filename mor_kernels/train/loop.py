@@ -147,14 +147,19 @@ class Trainer:
         self.data = {"tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
                      "sequence_length": config.sequence_length,
                      "sequences per step": config.batch_size * config.accumulation * self.world_size}
-        path = checkpoint.latest(self.checkpoints)
+        path, incomplete = checkpoint.latest(self.checkpoints), checkpoint.incomplete(self.checkpoints)
         if path and not config.resume:
             raise FileExistsError(f"{path}: a checkpoint of another run; set resume, or choose another `out`")
+        if incomplete and not path:
+            raise ValueError(f"{self.checkpoints}: expected a complete checkpoint to go on from, found none; remove it "
+                             f"to start anew. {'; '.join(incomplete.values())}")
         if path:
             self._resume(path)
-        else:
-            if self.rank == 0:
-                tokens.verify()
+        if self.rank == 0:
+            for folder, fault in incomplete.items():
+                warnings.warn(f"{folder}: not a complete checkpoint, going on from {path.name}: {fault}", stacklevel=2)
+            tokens.verify()
+        if not path:
             self.unigram_entropy = unigram_entropy(part)
         if self.rank == 0:
             checkpoint.tidy(self.checkpoints, config.keep)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -95,6 +96,16 @@ def index_damaged(path):
     return ValueError, r"checkpoint\.json: damaged, expected sizes and hashes"
 
 
+def index_empty(path):
+    (path / "checkpoint.json").write_text('{"files": {}}')
+    return ValueError, r"checkpoint\.json: damaged, .*no config\.json, model\.safetensors, trainer\.json, trainer\.pt"
+
+
+def index_a_list(path):
+    (path / "checkpoint.json").write_text('{"files": []}')
+    return ValueError, r"checkpoint\.json: damaged, expected sizes and hashes"
+
+
 def file_missing(path):
     (path / "model.safetensors").unlink()
     return FileNotFoundError, r"model\.safetensors: not found, expected a file of \d+ bytes"
@@ -110,13 +121,20 @@ def file_changed(path):
     with open(path / "model.safetensors", "r+b") as file:
         file.seek(-4, 2)
         file.write(b"\1\2\3\4")
-    return ValueError, r"model\.safetensors: damaged, expected SHA-256 \w+, found \w+"
+    message = r"expected SHA-256 \w+, found \w+; remove this folder to go on from the one before"
+    return ValueError, r"step-00000005/model\.safetensors: damaged, " + message
 
 
-@pytest.mark.parametrize("change", [index_missing, index_damaged, file_missing, file_truncated, file_changed])
+@pytest.mark.parametrize("change", [index_missing, index_damaged, index_empty, index_a_list, file_missing,
+                                    file_truncated, file_changed])
 def test_damaged_checkpoint(saved, make_model, change):
     path, *_ = saved
+    assert not checkpoint.incomplete(path.parent)
     kind, message = change(path)
+    if change is not file_changed:  # only seen by reading all of it
+        assert checkpoint.latest(path.parent) is None
+        [(folder, fault)] = checkpoint.incomplete(path.parent).items()
+        assert folder == path and re.search(message, fault)
     model, optimizer = fresh(make_model)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(kind, match=message):
@@ -138,6 +156,14 @@ def test_other_optimizer(saved, make_model):
     model, _ = fresh(make_model)
     with pytest.raises(ValueError, match=r"trainer\.pt: optimizer state doesn't fit this optimizer"):
         checkpoint.load(saved[0], model, torch.optim.AdamW(list(model.parameters())[:2]))
+
+
+def test_settings_of_the_optimizer_are_not_loaded(saved, make_model):
+    model, _ = fresh(make_model)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.7), weight_decay=0.3)
+    checkpoint.load(saved[0], model, optimizer)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.7) and optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert optimizer.state
 
 
 def test_nothing_is_unpickled(saved, make_model):

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +124,47 @@ def test_resuming_with_other_data_or_model(make_model, make_config, tmp_path):
         Trainer(make_model(**EXPERT), make_config(resume=False))
 
 
+def test_damaged_checkpoints_are_named_on_resuming(make_model, make_config, tmp_path, recwarn):
+    config = make_config(checkpoint_every=2)
+    whole = train(make_model(**EXPERT), config)
+    (whole.checkpoints / "step-00000008" / "trainer.pt").unlink()
+    (whole.checkpoints / "step-00000006" / "checkpoint.json").write_text("{")
+    (whole.checkpoints / ".tmp-step-00000010").mkdir()
+    with pytest.warns(UserWarning) as caught:
+        resumed = Trainer(make_model(seed=1, **EXPERT), config)
+    assert resumed.step == 4 and not (whole.checkpoints / ".tmp-step-00000010").exists()
+    assert [re.sub(".*/step", "step", str(w.message).partition(": ")[0]) for w in caught] == [
+        "step-00000006", "step-00000008"]
+    assert re.search("going on from step-00000004: .*trainer.pt: not found", str(caught[1].message))
+    resumed.run()
+    assert_same_state(whole, resumed)
+    train(make_model(**EXPERT), config)  # they have been replaced; nothing to warn of
+    assert not recwarn.list
+
+
+def test_nothing_but_damaged_checkpoints(make_model, make_config):
+    trainer = train(make_model(**EXPERT), make_config(steps=1))
+    before = trainer.metrics.read_text()
+    path = latest(trainer.checkpoints)
+    with open(path / "model.safetensors", "r+b") as file:
+        file.truncate(10)
+    message = r"checkpoints: expected a complete checkpoint to go on from, found none; remove it to start anew\. .*10$"
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=message):
+            Trainer(make_model(**EXPERT), make_config(resume=resume))
+    assert path.exists() and trainer.metrics.read_text() == before
+    shutil.rmtree(trainer.checkpoints)
+    assert Trainer(make_model(**EXPERT), make_config()).step == 0
+
+
+@pytest.mark.parametrize("changes", [{"weight_decay": 0.5}, {"betas": (0.5, 0.6)}])
+def test_optimizer_settings_may_change_on_resuming(make_model, make_config, changes):
+    train(make_model(**EXPERT), make_config(steps=2))
+    groups = Trainer(make_model(**EXPERT), make_config(**changes)).optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [changes.get("weight_decay", 0.1), 0]
+    assert [tuple(group["betas"]) for group in groups] == [changes.get("betas", (0.9, 0.95))] * 2
+
+
 def test_micro_steps_and_batch_size_may_change_on_resuming(make_model, make_config):
     train(make_model(**EXPERT), make_config(steps=2, batch_size=4))
     assert train(make_model(**EXPERT), make_config(steps=3, batch_size=2, accumulation=2)).step == 3
@@ -140,7 +183,10 @@ def test_signal_saves_and_stops(make_model, make_config, number):
     assert signal.getsignal(number) is before
 
 
-def test_second_signal_stops_at_once(make_model, make_config):
+def test_second_signal_stops_at_once(make_model, make_config, request):
+    # The parent may have made us ignore it, as nohup does.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = Trainer(make_model(**EXPERT), make_config())
 
     def twice():
@@ -302,8 +348,11 @@ def test_model_that_does_not_fit(make_model, make_config):
         Trainer(make_model(), make_config(validation=0.0001, eval_every=1))
 
 
-def test_damaged_data_is_found_at_the_start(make_model, make_config, data, tmp_path):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_damaged_data_is_found_at_the_start(make_model, make_config, data, tmp_path, steps):
     shutil.copytree(data, tmp_path / "copy")
+    if steps:  # and on resuming
+        train(make_model(), make_config(data=str(tmp_path / "copy"), steps=steps))
     with open(tmp_path / "copy" / "tokens-00002.npy", "r+b") as file:
         file.seek(3000)
         file.write(b"\xff\xff\xff")
