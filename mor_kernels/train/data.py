@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ SEPARATOR = "<|endoftext|>"
 _OTHER_SEPARATORS = ("<|end_of_text|>", "</s>", "<eos>")  # in tokenizers that other models brought along
 _PIECE = 1 << 20  # characters encoded as one string
 _BATCH = 1 << 22  # characters encoded together
+_WORD = 2000  # characters in one word, or one gap, that a tokenizer is trained on
+_SUFFIXES = (".txt", ".md", ".jsonl")
 
 Source = str | Path | Sequence[str | Path]
 
@@ -33,8 +36,9 @@ def documents(source: Source) -> Iterator[str]:
     """The documents of a source, one string each, empty ones left out.
 
     A source is one of, or a list of:
-    - a .txt or .md file (a document, or several separated by `<|endoftext|>`), a .jsonl file (a document a line, in
-      its field "text"), or a folder of such files, searched recursively in the order of their names;
+    - a .jsonl file (a document a line, in its field "text"), or any other file of text (a document, or several
+      separated by `<|endoftext|>`), in UTF-8;
+    - a folder, searched recursively for .txt, .md and .jsonl files in the order of their names;
     - "python-docs": the language reference in English that comes with every Python (about 0.5 MB);
     - "hf:NAME[:SUBSET][:SPLIT]": a Hugging Face dataset with a column "text", streamed through the package `datasets`
       (SPLIT is "train" by default; "hf:NAME::SPLIT" names a split without a subset).
@@ -69,19 +73,17 @@ def _hugging_face(source: str) -> Iterator[str]:
 
 def _files(path: Path) -> Iterator[str]:
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".jsonl") and file.is_file())
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
         if not files:
             raise ValueError(f"{path}: expected .txt, .md or .jsonl files, found none")
     elif not path.exists():
         raise FileNotFoundError(f'{path}: not found; a source is a file, a folder, "python-docs" or "hf:NAME"')
-    elif path.suffix not in (".txt", ".md", ".jsonl"):
-        raise ValueError(f"{path}: expected a .txt, .md or .jsonl file")
     else:
         files = [path]
     for file in files:
         try:
-            with open(file, encoding="utf-8") as lines:
-                yield from _json_lines(file, lines) if file.suffix == ".jsonl" else _plain_text(lines)
+            with open(file, encoding="utf-8-sig") as lines:
+                yield from _json_lines(file, lines) if file.suffix.lower() == ".jsonl" else _plain_text(lines)
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}: expected UTF-8 text ({error})") from None
 
@@ -96,6 +98,11 @@ def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[str]:
             text = None
         if not isinstance(text, str):
             raise ValueError(f'{file}:{number}: expected a JSON object with a string "text", got {line[:80].strip()}')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{file}:{number}: expected text, got half a surrogate pair, "
+                             f"\\u{ord(text[error.start]):04x}") from None
         if text:
             yield text
 
@@ -126,6 +133,16 @@ def _pieces(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
+def _cut_words(text: str) -> Iterator[str]:
+    """Cuts runs with no white space, or of nothing else: the time to train a BPE grows with their length squared."""
+    start = 0
+    for run in re.finditer(rf"(?<!\S)\S{{{_WORD + 1},}}|(?<!\s)\s{{{_WORD + 1},}}", text):
+        for end in range(run.start() + _WORD, run.end(), _WORD):
+            yield text[start:end]
+            start = end
+    yield text[start:]
+
+
 # Tokenizers
 
 
@@ -140,7 +157,8 @@ def train_tokenizer(source: Source, vocab_size: int = 8192, *, sample_chars: int
     def sample() -> Iterator[str]:
         left = sample_chars
         for text in documents(source):
-            yield from _pieces(text[:left])
+            for piece in _pieces(text[:left]):
+                yield from _cut_words(piece)
             left -= len(text)
             if left <= 0:
                 return
@@ -191,8 +209,12 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
     is trained on the source. Each document is followed by the separator token. The folder holds tokenizer.json,
     shards tokens-00000.npy, ... of `shard_tokens` uint16 (or uint32) tokens, and meta.json. Every file is renamed into
     place when it is whole and meta.json comes last, so a preparation that was killed can only be started anew.
-    `max_tokens` ends the preparation early, for sources that are too large to be read whole.
+    `max_tokens` ends the preparation early, for sources that are too large to be read whole. meta.json tells what the
+    tokens were made of: "source", "max_tokens" and "given_tokenizer_sha256" (None where the tokenizer was trained).
     """
+    for name, value in (("max_tokens", max_tokens), ("shard_tokens", shard_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     directory = Path(directory)
     if (directory / "meta.json").exists():
         raise FileExistsError(f"{directory}: holds prepared tokens already; open them with Tokens(), or remove it")
@@ -237,8 +259,10 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
         raise ValueError(f"source {source}: expected text, found none")
     if count:
         write_shard(np.concatenate(waiting))
-    meta = {"format": 1, "vocab_size": size, "separator": separator, "dtype": dtype.name,
-            "tokenizer_sha256": file_hash(saved), "source": str(source), "shards": shards}
+    digest = file_hash(saved)
+    meta = {"format": 1, "vocab_size": size, "separator": separator, "dtype": dtype.name, "tokenizer_sha256": digest,
+            "source": str(source), "max_tokens": max_tokens,
+            "given_tokenizer_sha256": None if tokenizer is None else digest, "shards": shards}
     write_atomic(directory / "meta.json", lambda file: file.write(json.dumps(meta, indent=1).encode()))
     return Tokens(directory)
 
@@ -286,6 +310,8 @@ class Tokens:
             self.shards = [tuple(shard[key] for key in keys) for shard in meta["shards"]]
             self.vocab_size, self.separator = int(meta["vocab_size"]), int(meta["separator"])
             dtype, tokenizer_hash = np.dtype(meta["dtype"]), meta["tokenizer_sha256"]
+            if not self.shards:
+                raise ValueError("no shards")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{index}: damaged, expected the index that `prepare` writes ({error!r})") from None
 
@@ -314,6 +340,7 @@ class Tokens:
             self._maps.append(array)
         self._ends = np.cumsum([len(array) for array in self._maps])
         self._start, self._stop = 0, int(self._ends[-1])
+        self._part = ""  # in messages
         content = [self.vocab_size, tokenizer_hash, [digest for *_, digest in self.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -350,6 +377,7 @@ class Tokens:
             raise ValueError(f"validation: expected a share in (0, 1), got {validation}")
         train, held_out = copy.copy(self), copy.copy(self)
         train._stop = held_out._start = self._stop - math.ceil(validation * len(self))
+        train._part, held_out._part = "the training share of ", "the validation share of "
         return train, held_out
 
 
@@ -379,7 +407,7 @@ class Loader:
         self.windows = (len(tokens) - 1) // sequence_length
         if self.windows < 1:
             raise ValueError(f"sequence_length: expected at least {sequence_length + 1} tokens for windows of "
-                             f"{sequence_length}, found {len(tokens)} in {tokens.directory}")
+                             f"{sequence_length}, found {len(tokens)} in {tokens._part}{tokens.directory}")
         self.tokens, self.sequence_length, self.batch_size = tokens, sequence_length, batch_size
         self.accumulation, self.rank, self.world_size, self.seed = accumulation, rank, world_size, seed
         self._orders: dict[int, np.ndarray] = {}

@@ -76,16 +76,23 @@ def train(model, config: TrainConfig) -> Trainer:
     Under torchrun the processes train data-parallel: every one reads its share of each step's sequences, and the
     gradients are averaged.
     """
+    with processes(config.device):
+        trainer = Trainer(model, config)
+        trainer.run()
+        return trainer
+
+
+@contextmanager
+def processes(device: str = "auto"):
+    """Joins the processes that torchrun started, if it did and they aren't joined yet; yields this one's rank."""
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if started:
-        cuda = config.device == "auto" and torch.cuda.is_available() or config.device.startswith("cuda")
+        cuda = device == "auto" and torch.cuda.is_available() or device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        trainer = Trainer(model, config)
-        trainer.run()
-        return trainer
+        yield dist.get_rank() if dist.is_initialized() else 0
     finally:
         if started:
             dist.destroy_process_group()
@@ -118,16 +125,23 @@ class Trainer:
         tokens.check_vocab(model.config.vocab_size)
         part, held_out = tokens.split(config.validation)
         place = {"rank": self.rank, "world_size": self.world_size}
-        self.loader = Loader(part, config.sequence_length, config.batch_size, accumulation=config.accumulation,
-                             seed=config.seed, **place)
         if config.eval_every:
-            if len(held_out) <= config.sequence_length:
-                share = (config.sequence_length + 1) / len(tokens)
-                raise ValueError(f"validation: expected a share of at least {share:.2g}, one window of sequence_length "
+            window = config.sequence_length + 1
+            if len(tokens) < 2 * window:
+                raise ValueError(f"sequence_length: expected at least {2 * window} tokens, for a window of "
+                                 f"{config.sequence_length} in the training and one in the validation share, found "
+                                 f"{len(tokens)} in {config.data}")
+            if len(held_out) < window:
+                share = window / len(tokens)
+                digits = 1 - math.floor(math.log10(share))
+                share = math.ceil(share * 10**digits) / 10**digits  # up, so that this share is enough
+                raise ValueError(f"validation: expected a share of at least {share}, one window of sequence_length "
                                  f"{config.sequence_length}, got {config.validation} of {len(tokens)} tokens")
             self.held_out = Loader(held_out, config.sequence_length, config.batch_size, **place)
             whole = self.held_out.windows // (config.batch_size * self.world_size)
             self.eval_batches = max(1, min(config.eval_batches, whole))
+        self.loader = Loader(part, config.sequence_length, config.batch_size, accumulation=config.accumulation,
+                             seed=config.seed, **place)
 
         matrices, others = [], []
         for name, parameter in model.named_parameters():

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from mor_kernels.train import Loader, Tokens, load_tokenizer, prepare, train_tokenizer, unigram_entropy
 from mor_kernels.train import data as data_module
+from mor_kernels.train.checkpoint import file_hash
 from mor_kernels.train.data import documents
 
 # Sources
@@ -27,18 +30,41 @@ def test_folder_of_text_files(tmp_path):
     assert list(documents([tmp_path / "a.txt", tmp_path / "b"])) == expected
 
 
+def test_suffixes(tmp_path):
+    (tmp_path / "A.TXT").write_text("one")
+    (tmp_path / "B.JSONL").write_text('{"text": "two"}')
+    (tmp_path / "c.rst").write_text("three")
+    assert list(documents(tmp_path)) == ["one", "two"]
+    assert list(documents(tmp_path / "B.JSONL")) == ["two"]
+    assert list(documents(tmp_path / "c.rst")) == ["three"]  # named explicitly
+
+
+def test_byte_order_mark(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffone", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "two"}', encoding="utf-8")
+    assert list(documents(tmp_path)) == ["one", "two"]
+
+
 def test_python_docs():
     texts = list(documents("python-docs"))
     assert sum(map(len, texts)) > 300_000 and any("assert" in text for text in texts)
 
 
-@pytest.mark.parametrize("content, name, message", [
-    ('{"text": "a"}\nnot json\n', "x.jsonl", r"x\.jsonl:2: expected a JSON object .* got not json"),
-    ('{"text": 1}\n', "x.jsonl", r'x\.jsonl:1: expected a JSON object with a string "text", got {"text": 1}'),
-    ('["text"]\n', "x.jsonl", r"x\.jsonl:1: expected a JSON object"),
-    ("a", "x.csv", r"x\.csv: expected a \.txt, \.md or \.jsonl file"),
-    (b"\xff\xfe", "x.txt", r"x\.txt: expected UTF-8"),
-])
+@pytest.mark.parametrize(
+    "content, name, message",
+    [
+        ('{"text": "a"}\nnot json\n', "x.jsonl", r"x\.jsonl:2: expected a JSON object .* got not json"),
+        ('{"text": 1}\n', "x.jsonl", r'x\.jsonl:1: expected a JSON object with a string "text", got {"text": 1}'),
+        ('["text"]\n', "x.jsonl", r"x\.jsonl:1: expected a JSON object"),
+        (
+            '{"text": "a"}\n{"text": "b\\udc00"}\n',
+            "x.jsonl",
+            r"x\.jsonl:2: expected text, got half a surrogate pair, \\udc00",
+        ),
+        (b"\xff\xfe", "x.txt", r"x\.txt: expected UTF-8"),
+        (b"\x7fELF\xff", "x", r"x: expected UTF-8"),
+    ],
+)
 def test_unreadable_files(tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
@@ -56,12 +82,15 @@ def test_missing_and_empty_sources(tmp_path):
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-@pytest.mark.parametrize("source, expected", [
-    ("hf:a/b", ("a/b", None, "train")),
-    ("hf:a/b:small", ("a/b", "small", "train")),
-    ("hf:a/b:small:test", ("a/b", "small", "test")),
-    ("hf:a/b::test", ("a/b", None, "test")),
-])
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("hf:a/b", ("a/b", None, "train")),
+        ("hf:a/b:small", ("a/b", "small", "train")),
+        ("hf:a/b:small:test", ("a/b", "small", "test")),
+        ("hf:a/b::test", ("a/b", None, "test")),
+    ],
+)
 def test_hugging_face_source_is_streamed(monkeypatch, source, expected):
     calls = []
 
@@ -113,6 +142,26 @@ def test_tokenizer_is_trained_on_a_sample_only(tmp_path):
     (tmp_path / "a.txt").write_text("aaaa " * 200 + "<|endoftext|>" + "zzzz " * 200)
     merged = train_tokenizer(tmp_path, 270, sample_chars=1000).get_vocab()
     assert "aa" in merged and "zz" not in merged
+
+
+@pytest.mark.parametrize("letters", ["a", " ", "abcdefgh"])
+def test_text_without_gaps_trains_in_linear_time(tmp_path, letters):
+    # 2 s at most; without the cuts, the square of a million: hours.
+    (tmp_path / "a.txt").write_text("x" + "".join(np.random.RandomState(0).choice(list(letters), 1_000_000)) + "x")
+    program = f"from mor_kernels.train import train_tokenizer; train_tokenizer({str(tmp_path)!r}, 300)"
+    # A process of its own, since nothing else can stop a training that hangs.
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
+def test_only_long_runs_are_cut(monkeypatch):
+    monkeypatch.setattr(data_module, "_WORD", 5)
+    for text, pieces in (
+        ("abcde fghij\n", ["abcde fghij\n"]),
+        ("ab cdefghijklmnopq r", ["ab cdefg", "hijkl", "mnopq r"]),
+        ("a       b", ["a     ", "  b"]),
+        ("", [""]),
+    ):
+        assert list(data_module._cut_words(text)) == pieces
 
 
 def test_long_documents_are_cut_where_it_does_not_show(tmp_path, monkeypatch):
@@ -183,11 +232,33 @@ def test_shards_hold_the_text(data):
 
 def test_shard_size_does_not_change_the_tokens(data, tmp_path, monkeypatch):
     monkeypatch.setattr(data_module, "_BATCH", 10_000)
-    tokens = prepare("python-docs", tmp_path / "a", tokenizer=data / "tokenizer.json", shard_tokens=7_001,
-                     max_tokens=30_000)
+    tokens = prepare(
+        "python-docs", tmp_path / "a", tokenizer=data / "tokenizer.json", shard_tokens=7_001, max_tokens=30_000
+    )
     assert [count for _, count, *_ in tokens.shards] == [7_001] * 4 + [30_000 - 4 * 7_001]
     assert np.array_equal(tokens[:], Tokens(data)[:30_000])
     assert tokens.fingerprint != Tokens(data).fingerprint
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "shard_tokens"])
+@pytest.mark.parametrize("value", [0, -5])
+def test_numbers_of_tokens_out_of_range(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got {value}"):
+        prepare("python-docs", tmp_path / "out", vocab_size=300, **{name: value})
+    assert not (tmp_path / "out").exists()
+
+
+def test_index_tells_what_the_tokens_were_made_of(data, tmp_path):
+    meta = json.loads((data / "meta.json").read_text())
+    assert (meta["source"], meta["max_tokens"], meta["given_tokenizer_sha256"]) == ("python-docs", None, None)
+    prepare("python-docs", tmp_path / "out", tokenizer=data / "tokenizer.json", max_tokens=1000)
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["max_tokens"] == 1000
+    assert meta["given_tokenizer_sha256"] == meta["tokenizer_sha256"] == file_hash(data / "tokenizer.json")
+    expected = Tokens(tmp_path / "out").fingerprint
+    del meta["max_tokens"], meta["given_tokenizer_sha256"]  # as earlier versions wrote it
+    (tmp_path / "out" / "meta.json").write_text(json.dumps(meta))
+    assert Tokens(tmp_path / "out").fingerprint == expected
 
 
 def test_prepared_folder_is_not_overwritten(data):
@@ -252,6 +323,22 @@ def index_incomplete(folder):
     return ValueError, r"meta\.json: damaged, .*vocab_size"
 
 
+def index_a_list(folder):
+    (folder / "meta.json").write_text("[]")
+    return ValueError, r"meta\.json: damaged, expected the index"
+
+
+def index_empty(folder):
+    (folder / "meta.json").write_text("{}")
+    return ValueError, r"meta\.json: damaged, expected the index"
+
+
+def no_shards(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "shards": []}))
+    return ValueError, r"meta\.json: damaged, .*no shards"
+
+
 def other_tokenizer(folder):
     train_tokenizer("python-docs", 300, sample_chars=10_000).save(str(folder / "tokenizer.json"))
     return ValueError, r"tokenizer\.json: not the tokenizer of these tokens, expected SHA-256"
@@ -262,9 +349,28 @@ def tokenizer_missing(folder):
     return FileNotFoundError, r"tokenizer\.json: not found, expected the tokenizer"
 
 
-@pytest.mark.parametrize("change", [damaged(change) for change in (
-    shard_missing, shard_truncated, shard_longer, header_damaged, other_type, content_changed, index_missing,
-    index_damaged, index_incomplete, other_tokenizer, tokenizer_missing)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        damaged(change)
+        for change in (
+            shard_missing,
+            shard_truncated,
+            shard_longer,
+            header_damaged,
+            other_type,
+            content_changed,
+            index_missing,
+            index_damaged,
+            index_incomplete,
+            index_a_list,
+            index_empty,
+            no_shards,
+            other_tokenizer,
+            tokenizer_missing,
+        )
+    ],
+)
 def test_damaged_folder(data, tmp_path, change):
     folder = tmp_path / "copy"
     shutil.copytree(data, folder)
@@ -299,8 +405,12 @@ def test_unigram_entropy(data, tmp_path):
 
 
 def samples(loader, steps):
-    return [row.tolist() for step in range(steps) for micro in range(loader.accumulation)
-            for row in loader.batch(step, micro)[0]]
+    return [
+        row.tolist()
+        for step in range(steps)
+        for micro in range(loader.accumulation)
+        for row in loader.batch(step, micro)[0]
+    ]
 
 
 def test_batch_is_a_pure_function_of_its_arguments(data):
@@ -326,9 +436,9 @@ def test_an_epoch_covers_every_window_once(data):
     loader = Loader(tokens, 16, 3, seed=1)
     count = loader.windows
     rows = samples(loader, -(-2 * count // 3))
-    expected = sorted(tokens[i * 16:i * 16 + 16].tolist() for i in range(count))
-    assert sorted(rows[:count]) == expected and sorted(rows[count:2 * count]) == expected
-    assert rows[:count] != rows[count:2 * count]
+    expected = sorted(tokens[i * 16 : i * 16 + 16].tolist() for i in range(count))
+    assert sorted(rows[:count]) == expected and sorted(rows[count : 2 * count]) == expected
+    assert rows[:count] != rows[count : 2 * count]
     assert count * 16 + 1 <= len(tokens) < (count + 1) * 16 + 1
 
 
@@ -336,13 +446,30 @@ def test_an_epoch_covers_every_window_once(data):
 def test_samples_of_a_step_do_not_depend_on_their_division(data, batch_size, accumulation, world_size):
     tokens = Tokens(data)
     whole = samples(Loader(tokens, 16, 12), 5)
-    loaders = [Loader(tokens, 16, batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
-               for rank in range(world_size)]
-    divided = [row.tolist() for step in range(5) for micro in range(accumulation) for loader in loaders
-               for row in loader.batch(step, micro)[0]]
+    loaders = [
+        Loader(tokens, 16, batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    divided = [
+        row.tolist()
+        for step in range(5)
+        for micro in range(accumulation)
+        for loader in loaders
+        for row in loader.batch(step, micro)[0]
+    ]
     assert divided == whole
+
+
+def test_windows_of_a_length_that_is_a_multiple():
+    loader = Loader(np.arange(200), 20, 1)  # the last target of a tenth window would be token 200
+    assert loader.windows == 9
+    assert {int(loader.batch(step)[1][0, -1]) for step in range(9)} == set(range(20, 200, 20))
+    assert Loader(np.arange(201), 20, 1).windows == 10
 
 
 def test_too_few_tokens(data):
     with pytest.raises(ValueError, match=r"sequence_length: expected at least 1000001 tokens .* found 2\d{5} in"):
         Loader(Tokens(data), 1_000_000, 1)
+    for part, name in zip(Tokens(data).split(0.5), ("training", "validation")):
+        with pytest.raises(ValueError, match=rf"found 1\d{{5}} in the {name} share of "):
+            Loader(part, 1_000_000, 1)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,8 +57,11 @@ def assert_same_state(a, b):
 # Resuming
 
 
-@pytest.mark.parametrize("kind, log_every", [(EXPERT, 1), (EXPERT, 3), (TOKEN, 3), (FIXED, 3)],
-                         ids=["expert", "expert-log-3", "token", "fixed"])
+@pytest.mark.parametrize(
+    "kind, log_every",
+    [(EXPERT, 1), (EXPERT, 3), (TOKEN, 3), (FIXED, 3)],
+    ids=["expert", "expert-log-3", "token", "fixed"],
+)
 def test_interrupted_run_equals_an_unbroken_one(make_model, make_config, tmp_path, kind, log_every):
     changes = {"log_every": log_every, "accumulation": 2, "eval_every": 3, "eval_batches": 1, "schedule": "cosine"}
     whole = train(make_model(**kind), make_config(out=str(tmp_path / "whole"), **changes))
@@ -99,13 +103,16 @@ def test_metrics_after_the_checkpoint_are_dropped(make_model, make_config):
     assert metrics(resumed) == before
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"seed": 1}, r"trained on other data; seed: expected 0 \(checkpoint\), got 1"),
-    ({"sequence_length": 16}, "sequence_length: expected 32 .* got 16"),
-    ({"batch_size": 4}, "sequences per step: expected 2 .* got 4"),
-    ({"validation": 0.2}, "validation: expected 0.01 .* got 0.2"),
-    ({"steps": 1}, "steps: expected at least 2"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"seed": 1}, r"trained on other data; seed: expected 0 \(checkpoint\), got 1"),
+        ({"sequence_length": 16}, "sequence_length: expected 32 .* got 16"),
+        ({"batch_size": 4}, "sequences per step: expected 2 .* got 4"),
+        ({"validation": 0.2}, "validation: expected 0.01 .* got 0.2"),
+        ({"steps": 1}, "steps: expected at least 2"),
+    ],
+)
 def test_resuming_with_other_settings(make_model, make_config, changes, message):
     train(make_model(**EXPERT), make_config(steps=2))
     with pytest.raises(ValueError, match=message):
@@ -134,7 +141,9 @@ def test_damaged_checkpoints_are_named_on_resuming(make_model, make_config, tmp_
         resumed = Trainer(make_model(seed=1, **EXPERT), config)
     assert resumed.step == 4 and not (whole.checkpoints / ".tmp-step-00000010").exists()
     assert [re.sub(".*/step", "step", str(w.message).partition(": ")[0]) for w in caught] == [
-        "step-00000006", "step-00000008"]
+        "step-00000006",
+        "step-00000008",
+    ]
     assert re.search("going on from step-00000004: .*trainer.pt: not found", str(caught[1].message))
     resumed.run()
     assert_same_state(whole, resumed)
@@ -327,13 +336,16 @@ def test_bfloat16(make_model, make_config):
     assert metrics(whole)[-1]["loss"] < 7
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"steps": 0}, "steps: expected at least 1, got 0"),
-    ({"log_every": 0}, "log_every: expected at least 1, got 0"),
-    ({"schedule": "step"}, "schedule: expected one of trapezoid, cosine, got 'step'"),
-    ({"precision": "float16"}, "precision: expected one of auto, float32, bfloat16, got 'float16'"),
-    ({"warmup": 0.9}, "warmup, cooldown: expected shares that sum to at most 1, got 0.9, 0.2"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"steps": 0}, "steps: expected at least 1, got 0"),
+        ({"log_every": 0}, "log_every: expected at least 1, got 0"),
+        ({"schedule": "step"}, "schedule: expected one of trapezoid, cosine, got 'step'"),
+        ({"precision": "float16"}, "precision: expected one of auto, float32, bfloat16, got 'float16'"),
+        ({"warmup": 0.9}, "warmup, cooldown: expected shares that sum to at most 1, got 0.9, 0.2"),
+    ],
+)
 def test_settings_out_of_range(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig("data", "out", **changes)
@@ -346,6 +358,28 @@ def test_model_that_does_not_fit(make_model, make_config):
         Trainer(make_model(), make_config(sequence_length=65))
     with pytest.raises(ValueError, match=r"validation: expected a share of at least 0.0001\d, one window .* got"):
         Trainer(make_model(), make_config(validation=0.0001, eval_every=1))
+
+
+@pytest.mark.parametrize("count", [80, 90, 97, 1_000, 3_333])
+def test_advice_on_the_validation_share_works(make_model, make_config, tmp_path, count):
+    prepare("python-docs", tmp_path / "tokens", vocab_size=300, max_tokens=count)
+    config = make_config(data=str(tmp_path / "tokens"), validation=0.001, eval_every=1)
+    with pytest.raises(ValueError, match="validation: expected a share of at least") as caught:
+        Trainer(make_model(), config)
+    share = float(re.search(r"at least ([\d.]+),", str(caught.value))[1])
+    assert share < 1.1 * 33 / count + 0.001
+    assert Trainer(make_model(), replace(config, validation=share)).held_out.windows == 1
+
+
+def test_too_few_tokens(make_model, make_config, tmp_path):
+    prepare("python-docs", tmp_path / "tokens", vocab_size=300, max_tokens=65)
+    config = make_config(data=str(tmp_path / "tokens"), eval_every=1)
+    message = r"expected at least 66 tokens, .* training and one in the validation share, found 65 in .*tokens$"
+    with pytest.raises(ValueError, match=message):
+        Trainer(make_model(), config)
+    with pytest.raises(ValueError, match="expected at least 33 tokens .* found 32 in the training share of"):
+        Trainer(make_model(), replace(config, eval_every=0, validation=0.5))
+    assert Trainer(make_model(), replace(config, eval_every=0)).loader.windows == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -374,8 +408,18 @@ def test_curves_of_an_empty_run(tmp_path):
 
 def test_loss_falls_below_the_unigram_entropy(make_model, make_config):
     model = make_model(**EXPERT, initializer_range=0.05)
-    trainer = train(model, make_config(steps=80, batch_size=8, sequence_length=64, learning_rate=3e-2, log_every=20,
-                                       eval_every=80, checkpoint_every=80))
+    trainer = train(
+        model,
+        make_config(
+            steps=80,
+            batch_size=8,
+            sequence_length=64,
+            learning_rate=3e-2,
+            log_every=20,
+            eval_every=80,
+            checkpoint_every=80,
+        ),
+    )
     last = metrics(trainer)[-1]
     assert last["validation_loss"] < trainer.unigram_entropy - 0.1
     assert last["validation_loss_topk"] < trainer.unigram_entropy - 0.1
