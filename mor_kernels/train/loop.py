@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -20,6 +20,14 @@ from tqdm import tqdm
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
 from .schedule import cosine, trapezoid
+
+# By the annotation of a setting: how messages call it, and the types that it may have.
+_KINDS = {"str": ("a string", str), "int": ("an integer", int), "float": ("a number", (int, float)),
+          "bool": ("true or false", bool)}
+
+
+def _is_a(kind: str, value: object) -> bool:
+    return isinstance(value, _KINDS[kind][1]) and (kind == "bool" or not isinstance(value, bool))
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class TrainConfig:
     cooldown: float = 0.2  # share of the steps, trapezoid only
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1  # on matrices only
-    clip: float = 1.0  # largest norm of the whole gradient
+    clip: float = 1.0  # largest norm of the whole gradient; inf: no limit
     seed: int = 0  # order of the training data
     validation: float = 0.01
     device: str = "auto"  # CUDA where there is one, else the CPU
@@ -58,14 +66,34 @@ class TrainConfig:
     progress: bool = True
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "betas" and not _is_a(field.type, value):
+                raise ValueError(f"{field.name}: expected {_KINDS[field.type][0]}, got {value!r}")
         for name in ("steps", "batch_size", "accumulation", "sequence_length", "log_every", "eval_batches",
                      "checkpoint_every", "keep"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        for name in ("eval_every", "seed"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        # Written so that NaN fails. No clipping is clip=inf.
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate: expected a finite number above 0, got {self.learning_rate}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay: expected a finite number of at least 0, got {self.weight_decay}")
+        if not self.clip > 0:
+            raise ValueError(f"clip: expected a number above 0, got {self.clip}")
+        if not 0 < self.validation < 1:
+            raise ValueError(f"validation: expected a share in (0, 1), got {self.validation}")
+        betas = self.betas
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2
+                and all(_is_a("float", beta) and 0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
         for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("auto", "float32", "bfloat16"))):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
-        if min(self.warmup, self.cooldown) < 0 or self.warmup + self.cooldown > 1:
+        if not (self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1):
             raise ValueError("warmup, cooldown: expected shares that sum to at most 1, got "
                              f"{self.warmup}, {self.cooldown}")
 
@@ -390,11 +418,13 @@ def _signals():
 
 def _read_metrics(path: Path) -> list[dict]:
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(line))
+            line = json.loads(text)
         except ValueError:  # a line that a crash cut short
             continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
 
 

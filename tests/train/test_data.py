@@ -50,21 +50,15 @@ def test_python_docs():
     assert sum(map(len, texts)) > 300_000 and any("assert" in text for text in texts)
 
 
-@pytest.mark.parametrize(
-    "content, name, message",
-    [
-        ('{"text": "a"}\nnot json\n', "x.jsonl", r"x\.jsonl:2: expected a JSON object .* got not json"),
-        ('{"text": 1}\n', "x.jsonl", r'x\.jsonl:1: expected a JSON object with a string "text", got {"text": 1}'),
-        ('["text"]\n', "x.jsonl", r"x\.jsonl:1: expected a JSON object"),
-        (
-            '{"text": "a"}\n{"text": "b\\udc00"}\n',
-            "x.jsonl",
-            r"x\.jsonl:2: expected text, got half a surrogate pair, \\udc00",
-        ),
-        (b"\xff\xfe", "x.txt", r"x\.txt: expected UTF-8"),
-        (b"\x7fELF\xff", "x", r"x: expected UTF-8"),
-    ],
-)
+@pytest.mark.parametrize("content, name, message", [
+    ('{"text": "a"}\nnot json\n', "x.jsonl", r"x\.jsonl:2: expected a JSON object .* got not json"),
+    ('{"text": 1}\n', "x.jsonl", r'x\.jsonl:1: expected a JSON object with a string "text", got {"text": 1}'),
+    ('["text"]\n', "x.jsonl", r"x\.jsonl:1: expected a JSON object"),
+    ('{"text": "a"}\n{"text": "b\\udc00"}\n', "x.jsonl",
+     r"x\.jsonl:2: expected text, got half a surrogate pair, \\udc00"),
+    (b"\xff\xfe", "x.txt", r"x\.txt: expected UTF-8"),
+    (b"\x7fELF\xff", "x", r"x: expected UTF-8"),
+])
 def test_unreadable_files(tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
@@ -82,15 +76,12 @@ def test_missing_and_empty_sources(tmp_path):
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-@pytest.mark.parametrize(
-    "source, expected",
-    [
-        ("hf:a/b", ("a/b", None, "train")),
-        ("hf:a/b:small", ("a/b", "small", "train")),
-        ("hf:a/b:small:test", ("a/b", "small", "test")),
-        ("hf:a/b::test", ("a/b", None, "test")),
-    ],
-)
+@pytest.mark.parametrize("source, expected", [
+    ("hf:a/b", ("a/b", None, "train")),
+    ("hf:a/b:small", ("a/b", "small", "train")),
+    ("hf:a/b:small:test", ("a/b", "small", "test")),
+    ("hf:a/b::test", ("a/b", None, "test")),
+])
 def test_hugging_face_source_is_streamed(monkeypatch, source, expected):
     calls = []
 
@@ -155,12 +146,9 @@ def test_text_without_gaps_trains_in_linear_time(tmp_path, letters):
 
 def test_only_long_runs_are_cut(monkeypatch):
     monkeypatch.setattr(data_module, "_WORD", 5)
-    for text, pieces in (
-        ("abcde fghij\n", ["abcde fghij\n"]),
-        ("ab cdefghijklmnopq r", ["ab cdefg", "hijkl", "mnopq r"]),
-        ("a       b", ["a     ", "  b"]),
-        ("", [""]),
-    ):
+    for text, pieces in (("abcde fghij\n", ["abcde fghij\n"]),
+                         ("ab cdefghijklmnopq r", ["ab cdefg", "hijkl", "mnopq r"]),
+                         ("a       b", ["a     ", "  b"]), ("", [""])):
         assert list(data_module._cut_words(text)) == pieces
 
 
@@ -232,9 +220,8 @@ def test_shards_hold_the_text(data):
 
 def test_shard_size_does_not_change_the_tokens(data, tmp_path, monkeypatch):
     monkeypatch.setattr(data_module, "_BATCH", 10_000)
-    tokens = prepare(
-        "python-docs", tmp_path / "a", tokenizer=data / "tokenizer.json", shard_tokens=7_001, max_tokens=30_000
-    )
+    tokens = prepare("python-docs", tmp_path / "a", tokenizer=data / "tokenizer.json", shard_tokens=7_001,
+                     max_tokens=30_000)
     assert [count for _, count, *_ in tokens.shards] == [7_001] * 4 + [30_000 - 4 * 7_001]
     assert np.array_equal(tokens[:], Tokens(data)[:30_000])
     assert tokens.fingerprint != Tokens(data).fingerprint
@@ -349,28 +336,9 @@ def tokenizer_missing(folder):
     return FileNotFoundError, r"tokenizer\.json: not found, expected the tokenizer"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        damaged(change)
-        for change in (
-            shard_missing,
-            shard_truncated,
-            shard_longer,
-            header_damaged,
-            other_type,
-            content_changed,
-            index_missing,
-            index_damaged,
-            index_incomplete,
-            index_a_list,
-            index_empty,
-            no_shards,
-            other_tokenizer,
-            tokenizer_missing,
-        )
-    ],
-)
+@pytest.mark.parametrize("change", [damaged(change) for change in (
+    shard_missing, shard_truncated, shard_longer, header_damaged, other_type, content_changed, index_missing,
+    index_damaged, index_incomplete, index_a_list, index_empty, no_shards, other_tokenizer, tokenizer_missing)])
 def test_damaged_folder(data, tmp_path, change):
     folder = tmp_path / "copy"
     shutil.copytree(data, folder)
@@ -405,12 +373,8 @@ def test_unigram_entropy(data, tmp_path):
 
 
 def samples(loader, steps):
-    return [
-        row.tolist()
-        for step in range(steps)
-        for micro in range(loader.accumulation)
-        for row in loader.batch(step, micro)[0]
-    ]
+    return [row.tolist() for step in range(steps) for micro in range(loader.accumulation)
+            for row in loader.batch(step, micro)[0]]
 
 
 def test_batch_is_a_pure_function_of_its_arguments(data):
@@ -436,9 +400,9 @@ def test_an_epoch_covers_every_window_once(data):
     loader = Loader(tokens, 16, 3, seed=1)
     count = loader.windows
     rows = samples(loader, -(-2 * count // 3))
-    expected = sorted(tokens[i * 16 : i * 16 + 16].tolist() for i in range(count))
-    assert sorted(rows[:count]) == expected and sorted(rows[count : 2 * count]) == expected
-    assert rows[:count] != rows[count : 2 * count]
+    expected = sorted(tokens[i * 16:i * 16 + 16].tolist() for i in range(count))
+    assert sorted(rows[:count]) == expected and sorted(rows[count:2 * count]) == expected
+    assert rows[:count] != rows[count:2 * count]
     assert count * 16 + 1 <= len(tokens) < (count + 1) * 16 + 1
 
 
@@ -446,17 +410,10 @@ def test_an_epoch_covers_every_window_once(data):
 def test_samples_of_a_step_do_not_depend_on_their_division(data, batch_size, accumulation, world_size):
     tokens = Tokens(data)
     whole = samples(Loader(tokens, 16, 12), 5)
-    loaders = [
-        Loader(tokens, 16, batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    divided = [
-        row.tolist()
-        for step in range(5)
-        for micro in range(accumulation)
-        for loader in loaders
-        for row in loader.batch(step, micro)[0]
-    ]
+    loaders = [Loader(tokens, 16, batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
+               for rank in range(world_size)]
+    divided = [row.tolist() for step in range(5) for micro in range(accumulation) for loader in loaders
+               for row in loader.batch(step, micro)[0]]
     assert divided == whole
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny import EXPERT, FIXED, TOKEN
 
-from mor_kernels.train import Tokens, TrainConfig, Trainer, latest, loop, plot_curves, prepare, train
+from mor_kernels.train import Loader, Tokens, TrainConfig, Trainer, latest, loop, plot_curves, prepare, train
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +57,8 @@ def assert_same_state(a, b):
 # Resuming
 
 
-@pytest.mark.parametrize(
-    "kind, log_every",
-    [(EXPERT, 1), (EXPERT, 3), (TOKEN, 3), (FIXED, 3)],
-    ids=["expert", "expert-log-3", "token", "fixed"],
-)
+@pytest.mark.parametrize("kind, log_every", [(EXPERT, 1), (EXPERT, 3), (TOKEN, 3), (FIXED, 3)],
+                         ids=["expert", "expert-log-3", "token", "fixed"])
 def test_interrupted_run_equals_an_unbroken_one(make_model, make_config, tmp_path, kind, log_every):
     changes = {"log_every": log_every, "accumulation": 2, "eval_every": 3, "eval_batches": 1, "schedule": "cosine"}
     whole = train(make_model(**kind), make_config(out=str(tmp_path / "whole"), **changes))
@@ -98,21 +95,18 @@ def test_metrics_after_the_checkpoint_are_dropped(make_model, make_config):
     trainer = train(make_model(**EXPERT), config)
     before = metrics(trainer)
     with open(trainer.metrics, "a") as file:
-        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+        file.write('{"step": 5, "loss": 1.0}\n[1]\n3\n{"loss": 1.0}\n{"step": 6, "lo')
     resumed = Trainer(make_model(**EXPERT), config)
     assert metrics(resumed) == before
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"seed": 1}, r"trained on other data; seed: expected 0 \(checkpoint\), got 1"),
-        ({"sequence_length": 16}, "sequence_length: expected 32 .* got 16"),
-        ({"batch_size": 4}, "sequences per step: expected 2 .* got 4"),
-        ({"validation": 0.2}, "validation: expected 0.01 .* got 0.2"),
-        ({"steps": 1}, "steps: expected at least 2"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"seed": 1}, r"trained on other data; seed: expected 0 \(checkpoint\), got 1"),
+    ({"sequence_length": 16}, "sequence_length: expected 32 .* got 16"),
+    ({"batch_size": 4}, "sequences per step: expected 2 .* got 4"),
+    ({"validation": 0.2}, "validation: expected 0.01 .* got 0.2"),
+    ({"steps": 1}, "steps: expected at least 2"),
+])
 def test_resuming_with_other_settings(make_model, make_config, changes, message):
     train(make_model(**EXPERT), make_config(steps=2))
     with pytest.raises(ValueError, match=message):
@@ -141,9 +135,7 @@ def test_damaged_checkpoints_are_named_on_resuming(make_model, make_config, tmp_
         resumed = Trainer(make_model(seed=1, **EXPERT), config)
     assert resumed.step == 4 and not (whole.checkpoints / ".tmp-step-00000010").exists()
     assert [re.sub(".*/step", "step", str(w.message).partition(": ")[0]) for w in caught] == [
-        "step-00000006",
-        "step-00000008",
-    ]
+        "step-00000006", "step-00000008"]
     assert re.search("going on from step-00000004: .*trainer.pt: not found", str(caught[1].message))
     resumed.run()
     assert_same_state(whole, resumed)
@@ -330,25 +322,84 @@ def test_evaluation_is_in_threshold_mode_on_held_out_tokens(make_model, make_con
     assert result["validation_depth_mix_topk"] == [0.5, 0.5] != result["validation_depth_mix"]
 
 
-def test_bfloat16(make_model, make_config):
+def test_bfloat16(make_model, make_config, tmp_path):
     whole = train(make_model(**EXPERT), make_config(steps=2, precision="bfloat16"))
     assert all(p.dtype == torch.float32 for p in whole.model.parameters())
     assert metrics(whole)[-1]["loss"] < 7
+    exact = train(make_model(**EXPERT), make_config(steps=2, out=str(tmp_path / "exact"), precision="float32"))
+    for a, b in zip(metrics(whole)[1:], metrics(exact)[1:]):
+        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=2**-6)
+    trainer = Trainer(exact.model, replace(whole.config, eval_every=1, out=str(tmp_path / "evaluated")))
+    losses = [trainer.evaluate()["validation_loss"]]
+    trainer.bf16 = False
+    losses.append(trainer.evaluate()["validation_loss"])
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=2**-6)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"steps": 0}, "steps: expected at least 1, got 0"),
-        ({"log_every": 0}, "log_every: expected at least 1, got 0"),
-        ({"schedule": "step"}, "schedule: expected one of trapezoid, cosine, got 'step'"),
-        ({"precision": "float16"}, "precision: expected one of auto, float32, bfloat16, got 'float16'"),
-        ({"warmup": 0.9}, "warmup, cooldown: expected shares that sum to at most 1, got 0.9, 0.2"),
-    ],
-)
+def test_seed_orders_the_data(make_model, make_config, data, tmp_path):
+    for seed in (0, 5):
+        trainer = Trainer(make_model(), make_config(seed=seed, out=str(tmp_path / str(seed))))
+        expected = Loader(Tokens(data).split(0.01)[0], 32, 2, seed=seed).batch(3)[0]
+        assert torch.equal(trainer.loader.batch(3)[0], expected)
+    assert not torch.equal(Loader(Tokens(data).split(0.01)[0], 32, 2).batch(3)[0], expected)
+
+
+def test_ranks_share_the_training_and_the_held_out_data(make_model, make_config, tmp_path, monkeypatch):
+    config = make_config(eval_every=1, validation=0.1, batch_size=4)
+    alone = Trainer(make_model(), config)
+    monkeypatch.setattr(loop.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(loop.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(loop.dist, "broadcast", lambda *_: None)
+    ranks = []
+    for rank in range(2):
+        monkeypatch.setattr(loop.dist, "get_rank", lambda rank=rank: rank)
+        ranks.append(Trainer(make_model(), replace(config, batch_size=2, out=str(tmp_path / str(rank)))))
+    for name in ("loader", "held_out"):
+        divided = torch.cat([getattr(trainer, name).batch(1)[0] for trainer in ranks])
+        assert torch.equal(divided, getattr(alone, name).batch(1)[0])
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"steps": 0}, "steps: expected at least 1, got 0"),
+    ({"log_every": 0}, "log_every: expected at least 1, got 0"),
+    ({"schedule": "step"}, "schedule: expected one of trapezoid, cosine, got 'step'"),
+    ({"precision": "float16"}, "precision: expected one of auto, float32, bfloat16, got 'float16'"),
+    ({"warmup": 0.9}, "warmup, cooldown: expected shares that sum to at most 1, got 0.9, 0.2"),
+    ({"warmup": float("nan")}, "warmup, cooldown: expected shares .* got nan, 0.2"),
+    ({"cooldown": -0.1}, "warmup, cooldown: expected shares .* got 0.05, -0.1"),
+    ({"data": Path("x")}, r"data: expected a string, got PosixPath\('x'\)"),
+    ({"device": 0}, "device: expected a string, got 0"),
+    ({"schedule": None}, "schedule: expected a string, got None"),
+    ({"steps": "10"}, "steps: expected an integer, got '10'"),
+    ({"steps": 10.0}, "steps: expected an integer, got 10.0"),
+    ({"batch_size": True}, "batch_size: expected an integer, got True"),
+    ({"compile": 1}, "compile: expected true or false, got 1"),
+    ({"resume": "no"}, "resume: expected true or false, got 'no'"),
+    ({"warmup": "0.1"}, "warmup: expected a number, got '0.1'"),
+    ({"clip": False}, "clip: expected a number, got False"),
+    ({"clip": 0}, "clip: expected a number above 0, got 0"),
+    ({"clip": float("nan")}, "clip: expected a number above 0, got nan"),
+    ({"weight_decay": -0.1}, "weight_decay: expected a finite number of at least 0, got -0.1"),
+    ({"learning_rate": 0.0}, "learning_rate: expected a finite number above 0, got 0.0"),
+    ({"learning_rate": float("inf")}, "learning_rate: expected a finite number above 0, got inf"),
+    ({"eval_every": -1}, "eval_every: expected at least 0, got -1"),
+    ({"seed": -1}, "seed: expected at least 0, got -1"),
+    ({"validation": 0}, r"validation: expected a share in \(0, 1\), got 0"),
+    ({"validation": 1.0}, r"validation: expected a share in \(0, 1\), got 1.0"),
+    ({"betas": 0.9}, r"betas: expected two numbers in \[0, 1\), got 0.9"),
+    ({"betas": (0.9,)}, r"betas: expected two numbers .* got \(0.9,\)"),
+    ({"betas": (0.9, 1)}, r"betas: expected two numbers .* got \(0.9, 1\)"),
+    ({"betas": (-0.1, 0.9)}, r"betas: expected two numbers .* got \(-0.1, 0.9\)"),
+    ({"betas": ("0.9", 0.9)}, r"betas: expected two numbers .* got \('0.9', 0.9\)"),
+])
 def test_settings_out_of_range(changes, message):
     with pytest.raises(ValueError, match=message):
-        TrainConfig("data", "out", **changes)
+        TrainConfig(**{"data": "data", "out": "out", **changes})
+
+
+def test_settings_at_the_ends_of_their_ranges():
+    TrainConfig("", "", weight_decay=0, eval_every=0, seed=0, betas=[0, 0.999], clip=float("inf"), learning_rate=1,
+                warmup=0, cooldown=1)
 
 
 def test_model_that_does_not_fit(make_model, make_config):
@@ -406,20 +457,29 @@ def test_curves_of_an_empty_run(tmp_path):
     plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
 
 
+def test_curves_that_are_drawn(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    logged = [{"step": step, "loss": 5.0, "lm": 4.5 / step, "depth_mix": [0.25, 0.75], "learning_rate": 0.1 * step}
+              for step in (1, 2, 3)]
+    lines = [{"step": 0, "unigram_entropy": 5.0}, *logged, {"step": 3, "validation_loss": 2.0}, [1],
+             {"step": 3, "validation_loss_topk": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    loss, depth, rate = drawn[0].axes
+    curves = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
+    assert curves["training"] == [[1, 4.5], [2, 2.25], [3, 1.5]]
+    assert curves["validation"] == [[3, 2]] and curves["validation, top-k (looks ahead)"] == [[3, 1.5]]
+    assert set(curves["unigram entropy"][0]) == {0, 5}
+    assert [area.get_label() for area in depth.collections] == ["depth 1", "depth 2"]
+    assert rate.lines[0].get_ydata().tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
 def test_loss_falls_below_the_unigram_entropy(make_model, make_config):
     model = make_model(**EXPERT, initializer_range=0.05)
-    trainer = train(
-        model,
-        make_config(
-            steps=80,
-            batch_size=8,
-            sequence_length=64,
-            learning_rate=3e-2,
-            log_every=20,
-            eval_every=80,
-            checkpoint_every=80,
-        ),
-    )
+    trainer = train(model, make_config(steps=80, batch_size=8, sequence_length=64, learning_rate=3e-2, log_every=20,
+                                       eval_every=80, checkpoint_every=80))
     last = metrics(trainer)[-1]
     assert last["validation_loss"] < trainer.unigram_entropy - 0.1
     assert last["validation_loss_topk"] < trainer.unigram_entropy - 0.1
