@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from mor_kernels.model import MoR, MoRConfig
 from safetensors.torch import load_file
 from tiny import EXPERT, SMALL, TOKEN
 
+from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.train import Loader, Tokens, TrainConfig, latest, loop, prepare, train
 from mor_kernels.train import data as data_module
 from mor_kernels.train.data import documents
