@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := test
 
 demo: env
-	$(VPY) -m mor_kernels train runs/demo --preset demo --fresh $(if $(SOURCE),--source $(SOURCE))
+	$(VPY) -m mor_kernels train runs/demo --preset demo --fresh $(if $(SOURCE),--source "$(SOURCE)")
 	$(VPY) -m mor_kernels generate runs/demo --depth
 
 test: env

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,14 +21,21 @@ DEMO_TRAIN = {
     "steps": 200, "batch_size": 16, "sequence_length": 128, "learning_rate": 4e-3, "eval_every": 100,
     "checkpoint_every": 100, "validation": 0.03,
 }  # fmt: skip
-RUN_FILES = ("data", "checkpoints", "model", "metrics.jsonl", "curves.png")
+# All that a run writes; --fresh removes nothing else.
+RUN_FILES = (
+    "data/meta.json", "data/tokens-*.npy", "data/tokenizer.json", "data/.tmp-*", "checkpoints/step-*",
+    "checkpoints/.tmp-*", "model/config.json", "model/model.safetensors", "model/tokenizer.json", "metrics.jsonl",
+    "curves.png",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 1 after a message on stderr."""
+    """Run the command; returns its exit status: 0, 1 after a message on stderr, 130 when interrupted."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options) or 0
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader of our output has had enough
         return 1
     except (ValueError, OSError, ImportError, RuntimeError, FloatingPointError) as error:
@@ -51,13 +59,31 @@ def _parser() -> argparse.ArgumentParser:
     train.format_help = lambda: usage() + _settings()  # only when asked for, since it imports PyTorch
     add = train.add_argument
     add("out", type=Path, help="folder of the run: data, checkpoints, metrics, curves.png and the model")
-    add("--preset", choices=["demo", "135M", "360M", "730M", "1.7B"], help="a tiny demo, or a size of the paper")
+    add(
+        "--preset",
+        choices=["demo", "135M", "360M", "730M", "1.7B"],
+        help="a tiny demo, or a size of the paper (dense unless --model says router=...)",
+    )
     add("--source", action="append", metavar="TEXT", help="file or folder of text, python-docs (default: the English "
         "language reference in every Python), or hf:NAME[:SUBSET][:SPLIT]; may be repeated")  # fmt: skip
     add("--tokenizer", type=Path, help="a tokenizer.json to use instead of training one")
     add("--max-tokens", type=int, help="read no more than this many tokens of the source")
-    add("--model", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the model's configuration, see below")
-    add("--train", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the training's, see below")
+    add(
+        "--model",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of the model's configuration, see below",
+    )
+    add(
+        "--train",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of the training's, see below",
+    )
     add("--init", metavar="FOLDER[:HOW]", help="start from a dense Llama checkpoint, a Hugging Face folder; HOW is "
         "stepwise (default), average, lower, upper or random")  # fmt: skip
     add("--fresh", action="store_true", help="remove what an earlier run left in the folder, and start anew")
@@ -109,20 +135,23 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _assignments(option: str, texts: list[str], config: type) -> dict:
-    """FIELD=VALUE texts as a dict; a value is JSON, or else a string."""
-    known = {field.name for field in dataclasses.fields(config)}
+    """FIELD=VALUE texts as a dict; a value is a number, true, false, null, a list in brackets, or else a string."""
+    known = {field.name for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
     chosen = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name not in known:
             raise ValueError(f"{option}: expected FIELD=VALUE with a field of {', '.join(sorted(known))}, got {text!r}")
-        try:
-            chosen[name] = json.loads(value)
-        except ValueError:
-            chosen[name] = value
-        if isinstance(chosen[name], list):
-            chosen[name] = tuple(chosen[name])
+        chosen[name] = _value(value)
     return chosen
+
+
+def _value(text: str):
+    for read in (json.loads, float):
+        with contextlib.suppress(ValueError):
+            value = read(text.lower() if text in ("True", "False") else text)
+            return tuple(value) if isinstance(value, list) else value
+    return text
 
 
 def _doctor(options) -> None:
@@ -131,86 +160,141 @@ def _doctor(options) -> None:
     doctor.main()
 
 
-def _train(options) -> None:
-    from .model import MoR, MoRConfig
+def _train(options) -> int:
+    from .model import MoRConfig
     from .model.config import SIZES
-    from .train import Tokens, TrainConfig, prepare, train
+    from .model.convert import read_dense
+    from .train import TrainConfig
+    from .train.loop import processes
 
     demo = options.preset == "demo"
     fields = DEMO_MODEL if demo else SIZES.get(options.preset, {})
     fields = {**fields, **_assignments("--model", options.model, MoRConfig)}
     settings = {**(DEMO_TRAIN if demo else {}), **_assignments("--train", options.train, TrainConfig)}
-    MoRConfig(**fields), TrainConfig(data="", out="", **settings)  # a wrong one is said before anything is written
+    # What is wrong is said before anything is removed or written.
+    MoRConfig(**fields), TrainConfig(data="", out="", **settings)
+    device = settings.get("device", "auto")
+    _device(device)
+    init, _, how = (options.init or "").partition(":")
+    dense = read_dense(init) if init else None
 
-    out = options.out
+    with processes(device) as rank:
+        if rank == 0:
+            _prepare(options, fields)
+        return _train_in_step(options.out, fields, settings, dense, how or "stepwise", rank)
+
+
+def _train_in_step(out: Path, fields: dict, settings: dict, dense: dict | None, how: str, rank: int) -> int:
+    """What every process of a run does once the data is there."""
+    import torch
+    import torch.distributed as dist
+
+    from .model import MoR, MoRConfig
+    from .train import Tokens, TrainConfig, train
+
+    if dist.is_initialized():
+        dist.barrier()
+    tokens = Tokens(out / "data")
+    config = MoRConfig(**{"vocab_size": tokens.vocab_size, **fields})
+    settings = {"sequence_length": min(512, config.max_position_embeddings), **settings}
+    torch.manual_seed(settings.get("seed", 0))
+    model = MoR.from_dense(dense, config, how) if dense else MoR(config)
+    if rank == 0:
+        parameters = sum(p.numel() for p in model.parameters())
+        layers = f"{config.num_hidden_layers} layers unrolled, {config.num_unique_layers} of them unique"
+        print(f"{parameters / 1e6:.2f} M parameters, {layers}, {len(tokens):,} tokens", flush=True)
+    trainer = train(model, TrainConfig(data=str(out / "data"), out=str(out), **settings))
+    if rank == 0 and trainer.interrupted:
+        print(f"stopped at step {trainer.step}; the same command goes on from there")
+    elif rank == 0:
+        model.save_pretrained(out / "model")
+        shutil.copy(tokens.tokenizer_file, out / "model" / "tokenizer.json")
+        _summarise(trainer)
+    return 130 if trainer.interrupted else 0
+
+
+def _summarise(trainer) -> None:
+    metrics = [json.loads(line) for line in trainer.metrics.read_text().splitlines()]
+    facts = []
+    for name, fact in (
+        ("lm", "training loss {:.3f} nats a token"),
+        ("validation_loss", "held-out loss {:.3f} (causal routing, as in decoding)"),
+    ):
+        values = [line[name] for line in metrics if name in line]
+        facts += [fact.format(values[-1])] if values else []
+    print(f"{', '.join(facts)}; unigram entropy {trainer.unigram_entropy:.3f}")
+    print(f"model in {trainer.out / 'model'}, curves in {trainer.out / 'curves.png'}")
+
+
+def _prepare(options, fields: dict) -> None:
+    """The run's token shards, from an earlier run of the same source or made now."""
+    from .model import MoRConfig
+    from .train import Tokens, load_tokenizer, prepare
+    from .train.data import documents
+
+    out, data, source = options.out, options.out / "data", options.source or ["python-docs"]
+    if options.fresh or not (data / "meta.json").exists():
+        if next(iter(documents(source)), None) is None:
+            raise ValueError(f"--source: expected text, found none in {', '.join(source)}")
+        if options.tokenizer:
+            load_tokenizer(options.tokenizer)
     if options.fresh:
-        for name in RUN_FILES:
-            path = out / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    data, source = out / "data", options.source or ["python-docs"]
+        for path in [path for pattern in RUN_FILES for path in out.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for folder in ("data", "checkpoints", "model"):
+            with contextlib.suppress(OSError):  # it wasn't there, or holds somebody's files
+                (out / folder).rmdir()
     if not (data / "meta.json").exists():
         print(f"preparing {', '.join(source)}", flush=True)
         vocabulary = fields.get("vocab_size", MoRConfig.vocab_size if options.preset else 8192)
         prepare(source, data, tokenizer=options.tokenizer, vocab_size=vocabulary, max_tokens=options.max_tokens)
-    elif (found := json.loads((data / "meta.json").read_text())["source"]) != str(source) and options.source:
+        return
+    Tokens(data)  # says what is wrong with them
+    found = json.loads((data / "meta.json").read_text())["source"]
+    if options.source and found != str(source):
         raise ValueError(f"--source: expected {found}, which {data} was made of (--fresh starts anew), got {source}")
-    tokens = Tokens(data)
-    fields.setdefault("vocab_size", tokens.vocab_size)
+    if (
+        options.tokenizer
+        and load_tokenizer(options.tokenizer).to_str() != load_tokenizer(data / "tokenizer.json").to_str()
+    ):
+        raise ValueError(f"--tokenizer: expected the one in {data} (--fresh starts anew), got {options.tokenizer}")
 
-    config = MoRConfig(**fields)
-    settings.setdefault("sequence_length", min(512, config.max_position_embeddings))
-    if options.init:
-        folder, _, how = options.init.partition(":")
-        model = MoR.from_dense(folder, config, how or "stepwise")
-    else:
-        import torch
 
-        torch.manual_seed(settings.get("seed", 0))
-        model = MoR(config)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.2f} M parameters, {config.num_hidden_layers} layers unrolled, "
-          f"{config.num_unique_layers} of them unique, {len(tokens):,} tokens", flush=True)  # fmt: skip
-    trainer = train(model, TrainConfig(data=str(data), out=str(out), **settings))
-    if trainer.rank:
-        return
-    if trainer.interrupted:
-        print(f"stopped at step {trainer.step}; the same command goes on from there")
-        return
-    model.save_pretrained(out / "model")
-    shutil.copy(tokens.tokenizer_file, out / "model" / "tokenizer.json")
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    final = next((line for line in reversed(metrics) if "validation_loss" in line), None)
-    loss = next(line for line in reversed(metrics) if "lm" in line)["lm"]
-    print(f"training loss {loss:.3f} nats a token", end="")
-    if final:
-        print(f", held-out loss {final['validation_loss']:.3f} (causal routing, as in decoding)", end="")
-    print(f"; unigram entropy {trainer.unigram_entropy:.3f}\nmodel in {out / 'model'}, curves in {out / 'curves.png'}")
+def _device(name: str) -> str:
+    """The device that ``name`` stands for, or a ValueError if it isn't there."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device: expected auto, cpu or a device of this machine, got {name!r}: {reason}") from None
+    return name
 
 
 def _load(options):
     """The model of a run's or a model's folder, in evaluation mode, and its tokenizer."""
-    import torch
-
     from .model import MoR
     from .train import latest, load_tokenizer
 
-    folder = options.model
+    folder, device = options.model, _device(options.device)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected the folder of a run or of a model, found none")
-    places = {folder: folder, folder / "model": folder / "model"}  # of the weights, and of the tokenizer
-    if (folder / "checkpoints").is_dir() and (checkpoint := latest(folder / "checkpoints")):
-        places[checkpoint] = folder / "data"
+    checkpoint = latest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+    places = [folder, folder / "model", *([checkpoint] if checkpoint else [])]
     weights = next((place for place in places if (place / "config.json").exists()), None)
     if weights is None:
-        raise FileNotFoundError(f"{folder}: expected config.json, model/config.json or a checkpoint, found none")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    model, tokenizer = (
-        MoR.from_pretrained(weights).to(device).eval(),
-        load_tokenizer(places[weights] / "tokenizer.json"),
-    )
+        raise FileNotFoundError(f"{folder}: expected config.json, model/config.json or a whole checkpoint, found none")
+    beside = [weights / "tokenizer.json", *(p / "data" / "tokenizer.json" for p in (folder, weights.parent.parent))]
+    tokenizer = load_tokenizer(next((path for path in beside if path.exists()), beside[0]))
+    model = MoR.from_pretrained(weights).to(device).eval()
     if tokenizer.get_vocab_size() > model.config.vocab_size:
-        raise ValueError(f"{weights}: expected a vocabulary of at least {tokenizer.get_vocab_size()}, which its "
-                         f"tokenizer has, got {model.config.vocab_size}")  # fmt: skip
+        raise ValueError(
+            f"{weights}: expected a vocabulary of at least {tokenizer.get_vocab_size()}, which its "
+            f"tokenizer has, got {model.config.vocab_size}"
+        )
     return model, tokenizer
 
 
@@ -229,15 +313,26 @@ def _generate(options) -> None:
     with torch.inference_mode():
         engine = Engine(model, max_sequences=1, tokenizer=tokenizer, eos_token_id=separator_id(tokenizer))
         for i, prompt in enumerate(options.prompt or [""]):
-            print(("\n\n" if i else "") + prompt, end="", flush=True)
             depths = []
             for event in engine.stream(prompt, params):
+                if not depths:  # the prompt has been accepted
+                    print(("\n\n" if i else "") + prompt, end="")
                 depths.append(event.depth)
                 text = show.ansi(event.text, event.depth, recursions) if options.depth and color else event.text
                 print(text, end="", flush=True)
             print()
             if options.depth:
                 print(f"\n{show.legend(depths, recursions, color)}")
+
+
+class _Whole:
+    """A tokenizer that shows special tokens as well."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _depth(options) -> None:
@@ -248,8 +343,15 @@ def _depth(options) -> None:
 
     if options.file and options.text is not None:
         raise ValueError("text: expected none beside --file, got both")
-    text = options.file.read_text(encoding="utf-8") if options.file else options.text
-    text = sys.stdin.read() if text is None else text
+    text = options.text
+    if text is None:
+        if not options.file and sys.stdin.isatty():
+            print("reading the text from the keyboard; end it with Ctrl-D", file=sys.stderr)
+        content = options.file.read_bytes() if options.file else sys.stdin.buffer.read()
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.file or 'standard input'}: expected UTF-8 text: {error}") from None
     model, tokenizer = _load(options)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if not ids:
@@ -260,7 +362,7 @@ def _depth(options) -> None:
     ids = ids[:limit]
     with torch.inference_mode():
         depths = model(torch.tensor([ids], device=model.embed_tokens.weight.device)).depths[0].tolist()
-    stream = TextStream(tokenizer)
+    stream = TextStream(_Whole(tokenizer))
     pieces = [(stream.push(token), depth) for token, depth in zip(ids, depths)]
     pieces[-1] = (pieces[-1][0] + stream.flush(), pieces[-1][1])
 

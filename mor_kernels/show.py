@@ -19,7 +19,7 @@ def _place(depth: int, num_recursions: int) -> int:
 def use_color(choice: str = "auto", stream=None) -> bool:
     """ "always", "never", or "auto": on a terminal unless NO_COLOR is set."""
     if choice == "auto":
-        return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ
+        return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
     return choice == "always"
 
 

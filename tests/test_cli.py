@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import html
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from mor_kernels.__main__ import main
-from mor_kernels.model import MoR
+from mor_kernels.decode import Engine
+from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.train import Tokens, load_tokenizer
 
 MODEL = ["hidden_size=16", "intermediate_size=24", "num_hidden_layers=5", "num_attention_heads=2", "head_dim=8",
          "num_key_value_heads=1", "max_position_embeddings=64", "num_recursions=3", "vocab_size=300"]  # fmt: skip
@@ -87,10 +94,8 @@ def test_depth(run, tmp_path, capsys):
     assert printed.startswith(text + "\n")
     shown = page.read_text(encoding="utf-8")
     pieces = re.findall(r'<span class="d(\d)" title="\d recursions?">(.*?)</span>', shown, re.S)
-    import html
-
-    assert html.unescape("".join(piece for _, piece in pieces)) == text
-    ids = __import__("tokenizers").Tokenizer.from_file(str(run / "model" / "tokenizer.json")).encode(text).ids
+    assert html.unescape("".join(piece for _, piece in pieces)) == text and "<b>" not in shown
+    ids = load_tokenizer(run / "model" / "tokenizer.json").encode(text).ids
     depths = MoR.from_pretrained(run / "model").eval()(torch.tensor([ids])).depths[0].tolist()
     assert [int(depth) for depth, _ in pieces] == depths
     file = tmp_path / "text.txt"
@@ -118,7 +123,7 @@ def test_clear_errors(run, text, tmp_path, capsys):
     cut = broken(run, tmp_path, "data/tokens-*.npy", lambda p: p.write_bytes(p.read_bytes()[:-8]))
     cases = [
         (["generate", str(tmp_path / "nowhere")], r"nowhere: expected the folder of a run or of a model, found none"),
-        (["generate", str(tmp_path)], r"expected config.json, model/config.json or a checkpoint, found none"),
+        (["generate", str(tmp_path)], r"expected config.json, model/config.json or a whole checkpoint"),
         (["generate", str(run), "--temperature", "-1"], r"temperature: expected a number of at least 0, got -1.0"),
         (["generate", str(run), "--prompt", "x " * 90], r"prompt: expected at most 64 tokens"),
         (["depth", str(run), ""], r"text: expected at least one token, got none"),
@@ -138,3 +143,84 @@ def test_clear_errors(run, text, tmp_path, capsys):
         printed = capsys.readouterr().err
         assert re.search(rf"mor-kernels {arguments[0]}: .*{message}", printed), (arguments, printed)
     assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_fresh_removes_only_what_a_run_wrote(run, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    mine = [out / "data" / "precious.csv", out / "model" / "net.py", out / "notes.txt"]
+    for file in mine:
+        file.write_text("mine")
+    before = sorted(out.rglob("*"))
+    for wrong in (["--source", "typo.txt"], ["--source", str(text), "--tokenizer", "typo.json"], ["--init", "typo"]):
+        assert main(["train", str(out), "--fresh", *wrong, "--model", *MODEL, "--train", *TRAIN]) == 1
+        assert "typo" in capsys.readouterr().err and sorted(out.rglob("*")) == before
+    assert main(["train", str(out), "--fresh", "--source", str(text), "--model", *MODEL, "--train", *TRAIN]) == 0
+    assert all(file.read_text() == "mine" for file in mine)
+    assert MoR.from_pretrained(out / "model").config.router == "none"
+
+
+def test_every_option_of_train_reaches_its_place(run, text, tmp_path):
+    dense = MoR(
+        MoRConfig(**{name: int(value) for name, value in (f.split("=") for f in MODEL)} | {"num_recursions": 1})
+    )
+    dense.save_pretrained(tmp_path / "dense")
+    tokenizer = run / "model" / "tokenizer.json"
+    arguments = ["--source", str(text), "--tokenizer", str(tokenizer), "--max-tokens", "900", "--init",
+                 f"{tmp_path / 'dense'}:upper", "--model", *MODEL, "--model", "router=token_choice", "--train", *TRAIN,
+                 "--train", "learning_rate=1e-30", "weight_decay=.0"]  # fmt: skip
+    for out in ("a", "b"):
+        assert main(["train", str(tmp_path / out), *arguments]) == 0
+    tokens, model = Tokens(tmp_path / "a" / "data"), MoR.from_pretrained(tmp_path / "a" / "model")
+    assert len(tokens) == 900 and tokens.tokenizer_file.read_bytes() == tokenizer.read_bytes()
+    assert torch.equal(model.layers[1].mlp.up_proj.weight, dense.layers[3].mlp.up_proj.weight)
+    again = MoR.from_pretrained(tmp_path / "b" / "model").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())  # seeded
+
+
+def test_every_option_of_generate_reaches_its_place(run, monkeypatch, capsys):
+    seen = []
+    stream = Engine.stream
+
+    def spy(engine, prompt, params):
+        seen.append((engine, prompt, params))
+        return stream(engine, prompt, params)
+
+    monkeypatch.setattr(Engine, "stream", spy)
+    options = {"max_tokens": 3, "temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "seed": 9}
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["generate", str(run), "--prompt", "The", *flags, "--stop", "dog", "--stop", "fox"]) == 0
+    ((engine, prompt, params),) = seen
+    assert prompt == "The" and {name: getattr(params, name) for name in options} == options
+    assert params.stop == ("dog", "fox") and engine.eos_token_id == 0
+    # a refused prompt isn't printed, and a checkpoint's own folder does as well
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "x " * 90]) == 1 and capsys.readouterr().out == ""
+    (last,) = (run / "checkpoints").glob("step-*3")
+    assert main(["generate", str(last), "--max-tokens", "2"]) == 0
+
+
+def test_colors(monkeypatch):
+    from mor_kernels import show
+
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert show.use_color("auto", Terminal()) and show.use_color("always") and not show.use_color("never", Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not show.use_color("auto", Terminal())
+    assert len({show.ansi("x", depth, 4) for depth in range(5)}) == 5
+
+
+def test_two_processes_prepare_once(run, text, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617",
+               "-m", "mor_kernels", "train", str(tmp_path / "run"), "--source", str(text), "--fresh",
+               "--model", *MODEL, "--train", *TRAIN, "device=cpu"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("preparing") == 1 and done.stdout.count("unigram entropy") == 1

@@ -91,8 +91,9 @@ class PagePool:
         self.free_count -= taken
 
         lane, nth = _spread(counts, int(counts.sum()))
-        index = self.lengths[safe[lane]] + nth
-        return torch.where(rows[lane] >= 0, self.slot(safe[lane], index), -1)
+        real = rows[lane] >= 0
+        index = torch.where(real, self.lengths[safe[lane]] + nth, 0)  # padding mustn't look past the page table
+        return torch.where(real, self.slot(safe[lane], index), -1)
 
     def slot(self, rows: Tensor, index: Tensor) -> Tensor:
         """Flat slots (n,) int64 of the tokens at `index` (n,) of `rows` (n,)."""

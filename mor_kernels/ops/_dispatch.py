@@ -35,8 +35,8 @@ def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
         device = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
         if torch.is_autocast_enabled(device):  # an implementation chooses its own precision
             with torch.autocast(device, enabled=False):
-                return _implementations[name][backend](*arguments)
-        return _implementations[name][backend](*arguments)
+                return _contiguous(_implementations[name][backend](*arguments))
+        return _contiguous(_implementations[name][backend](*arguments))
 
     def run_fake(*args):
         return fake(*args[:-1])
@@ -45,6 +45,13 @@ def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", run_fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def _contiguous(outputs):
+    """Outputs as the fake implementations promise them: contiguous whatever the inputs' strides."""
+    if isinstance(outputs, tuple):
+        return tuple(t.contiguous() for t in outputs)
+    return None if outputs is None else outputs.contiguous()
 
 
 def apply(function: type[torch.autograd.Function], *arguments):

@@ -105,6 +105,18 @@ def test_interleaved_chunked_and_preempted_requests_equal_each_alone(fields):
         assert_nothing_held(engine)
 
 
+@pytest.mark.parametrize("fields", STRATEGIES, ids=name)
+def test_the_whole_context(fields):
+    """Prompts beyond half the context, and generation to its last position."""
+    model, reference = tiny(3, **{**fields, "max_position_embeddings": 32})
+    engine = poisoned(model, max_sequences=2, page_size=4)
+    params = SamplingParams(max_tokens=40, logprobs=VOCABULARY)
+    for completion in engine.generate(random_prompts((20, 32, 5)), params):
+        assert len(completion.prompt) + len(completion.tokens) == 33 and completion.finish_reason == "length"
+        assert_equals_reference(reference, completion, params)
+    assert_nothing_held(engine)
+
+
 @pytest.mark.parametrize("length", [15, 16, 17])
 def test_page_boundary(length):
     model, reference = tiny(2, **EXPERT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -70,6 +71,13 @@ BAD_CONFIGS = [
     ({"head_dim": 5}, "head_dim: expected an even number, got 5"),
     ({"num_recursions": 0}, "num_recursions: expected an integer of at least 1, got 0"),
     ({"temperature": 0.0}, "temperature: expected a number > 0, got 0.0"),
+    ({"num_recursions": 3, "num_hidden_layers": 1}, "num_hidden_layers: expected a depth .* nearest 5, got 1"),
+    ({"alpha": "x"}, "alpha: expected a number, got 'x'"),
+    ({"lora_rank": 1.5}, "lora_rank: expected an integer of at least 0, got 1.5"),
+    ({"z_coeff": float("nan")}, "z_coeff: expected a number, got nan"),
+    ({"vocab_size": True}, "vocab_size: expected an integer of at least 1, got True"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings: expected True or False, got 'no'"),
+    ({**EXPERT, "capacities": 0.5}, "capacities: expected a number for each recursion, got 0.5"),
 ]
 
 
@@ -91,6 +99,7 @@ def test_capacity_warmup():
     config = MoRConfig(**TINY, **EXPERT, cap_warmup_steps=10)
     assert config.kept(9) == (9, 6, 3) and config.kept(9, 0) == (9, 9, 9) and config.kept(9, 10) == (9, 6, 3)
     assert config.kept(300, 5) == (300, 250, 200)  # half way down
+    assert config.kept(1000, 2) == (1000, 968, 936)  # a cosine: (1 + cos 36 degrees) / 2 = 0.905 of the way up
     assert config.kept(2048) == (2048, 1365, 682) and config.kept(1) == (1, 0, 0)
     assert MoRConfig(**TINY, **EXPERT | {"capacities": (1, 0.29, 0.29)}).kept(100) == (100, 29, 29)
 
@@ -101,6 +110,12 @@ BAD_INPUTS = [
     (lambda m, x: m(tokens(1, 33)), "input_ids: expected at most 32 positions, got 33"),
     (lambda m, x: m(x, x[:2]), r"targets: expected the shape of input_ids, \(3, 9\), got \(2, 9\)"),
     (lambda m, x: m(x, attention_mask=x[:, :2]), "attention_mask: expected the shape of input_ids"),
+    (lambda m, x: m(x > 1), "input_ids: expected int64 or int32 of shape"),
+    (lambda m, x: m([1, 2]), "input_ids: expected int64 or int32 of shape"),
+    (lambda m, x: m(x + 9), "input_ids: expected ids below vocab_size 17, got 2"),
+    (lambda m, x: m(x, x - 101), "targets: expected ids below vocab_size 17, got -10"),
+    (lambda m, x: m(x, x.int()), "targets: expected int64, got torch.int32"),
+    (lambda m, x: m(x, ks=(9, 3.5, 3)), "ks: expected 3 non-increasing numbers, the first 9"),
     (lambda m, x: m(x, mode="greedy"), "mode: expected 'topk' or 'threshold', got 'greedy'"),
     (lambda m, x: m(x, ks=(9, 3, 4)), "ks: expected 3 non-increasing numbers, the first 9"),
 ]
@@ -181,13 +196,19 @@ def test_loss_of_the_language_model_alone_reaches_kept_logits():
     assert all(router.weight.grad.any() for router in model.routers)
 
 
-@pytest.mark.parametrize("extra", [{}, {"lora_rank": 2, "recursion_encoding": True}], ids=["plain", "relaxed"])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"lora_rank": 2, "recursion_encoding": True}, {"router_arch": "mlp"}, {"aux": "router"}],
+    ids=["plain", "relaxed", "mlp", "aux_router"],
+)
 def test_recursions_without_tokens_still_have_gradients(extra):
     """Zero, not None, so that data-parallel ranks agree on what to reduce."""
     for fields, length in ((EXPERT, 1), (TOKEN, 5)):
         model, _, _ = pair({**fields, **extra})
         with torch.no_grad():
-            if fields is TOKEN:  # every token takes one recursion only
+            if fields is TOKEN and "router_arch" in extra:
+                model.routers[0].down.weight.zero_()
+            elif fields is TOKEN:  # every token takes one recursion only
                 model.routers[0].weight[1:] = model.routers[0].weight[0]
         x = tokens(2, length)
         out = model(x, x, mode="topk")
@@ -248,6 +269,8 @@ def test_loss_free_balancing_raises_what_is_chosen_too_little():
     model = MoR(MoRConfig(**TINY, **TOKEN, balance="loss_free", bias_update_rate=0.5))
     model.update_router_bias(torch.tensor([[1, 1, 1, 2, 0, 0]]))
     assert model.router_bias.tolist() == [-0.5, 0.5, 0.5]  # counts 3, 1, 0 around their mean 4/3
+    model.router_bias[0] = 0.1234567
+    assert torch.equal(model.router_bias, copy.deepcopy(model).to(torch.bfloat16).router_bias)  # stays in fp32
 
 
 def test_saving_and_loading(tmp_path):
@@ -258,6 +281,12 @@ def test_saving_and_loading(tmp_path):
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    other, _, _ = pair({**TOKEN, "balance": "none"})
+    other.save_pretrained(tmp_path / "other")
+    model.save_pretrained(tmp_path / "other")  # over another model's files
+    assert MoR.from_pretrained(tmp_path / "other").config == model.config
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    assert MoR.from_pretrained(tmp_path / "other").norm.weight.dtype == torch.bfloat16
 
     with pytest.raises(FileNotFoundError, match=r"config.json: expected a saved model's file, found none"):
         MoR.from_pretrained(tmp_path / "nowhere")
@@ -333,3 +362,83 @@ def test_from_dense_errors(tmp_path):
         MoR.from_dense(dense, config)
     with pytest.raises(ValueError, match="init: expected one of stepwise, average"):
         MoR.from_dense(dense, config, "best")
+    dense = MoR(MoRConfig(**TINY, num_hidden_layers=8, tie_word_embeddings=False)).state_dict()
+    with pytest.raises(ValueError, match="dense: expected a head tied to the embedding"):
+        MoR.from_dense(dense, config)
+    untied = MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))
+    assert torch.equal(untied.lm_head.weight, dense["lm_head.weight"])
+    dense["layers.0.self_attn.q_proj.bias"] = torch.zeros(24)
+    with pytest.raises(ValueError, match="without biases, got also layers.0.self_attn.q_proj.bias"):
+        MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))
+
+
+def test_metrics():
+    model, _, _ = pair(EXPERT)
+    with torch.no_grad():
+        for router in model.routers[1:]:
+            router.weight.zero_()  # ties: the first k are kept, and no logit is positive
+    mask = torch.arange(9) < torch.tensor([[9], [4]])
+    metrics = model(tokens(2), attention_mask=mask, mode="topk").metrics
+    # recursion 2 keeps 6 of 9 and 4 of 4 candidates, recursion 3 keeps 3 of 6 and 3 of 4; all are predicted to stop
+    assert metrics["sampling_accuracy"].item() == pytest.approx((3 / 13 + 4 / 10) / 2)
+    assert metrics["dead_token_ratio"].item() == pytest.approx(6 / 9)
+
+    model, _, _ = pair({**TOKEN, "router_activation": "sigmoid"})
+    out = model(tokens(2), attention_mask=mask)
+    counts = torch.bincount(out.depths.flatten(), minlength=4)[1:].double()
+    assert out.metrics["max_vio"].item() == pytest.approx((counts.max() / counts.mean() - 1).item())
+    with torch.no_grad():
+        model.routers[0].weight.zero_()
+    assert model(tokens(2), attention_mask=mask).metrics["entropy"].item() == pytest.approx(math.log(3))
+
+
+@pytest.mark.parametrize("mode", ["topk", "threshold"])
+@STRATEGIES
+@pytest.mark.parametrize("recursion", [0, 1])
+@pytest.mark.parametrize("aux", ["none", "router"])
+def test_router_logits_that_are_no_numbers(kv, recursion, mode, aux):
+    """The first recursion takes every token all the same, with gate 0; later ones take none."""
+    model, oracle, weights = pair({**EXPERT, **kv, "aux": aux, "z_coeff": 0.0})
+    with torch.no_grad():
+        model.routers[recursion].weight.fill_(torch.nan)
+        oracle.weights[f"routers.{recursion}.weight"] = torch.full_like(model.routers[recursion].weight, torch.nan)
+        got, want = model(tokens(), mode=mode), oracle.forward(tokens(), mode=mode)
+    assert got.logits.isfinite().all() and torch.equal(got.depths, want.depths)
+    assert got.depths.eq(1).all() == (recursion == 1)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-10)
+
+
+def test_a_term_with_coefficient_zero_is_left_out():
+    model, _, _ = pair({**EXPERT, "z_coeff": 0.0})
+    with torch.no_grad():
+        model.routers[1].weight.mul_(1e300)
+    assert model(tokens(), tokens()).loss.isfinite()
+
+
+@ROUTERS
+@pytest.mark.parametrize("mode", ["topk", "threshold"])
+def test_no_sequences(fields, mode):
+    out = pair(fields)[0](tokens(3)[:0], mode=mode)
+    assert out.logits.shape == (0, 9, TINY["vocab_size"]) and out.depths.shape == (0, 9)
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = MoR(MoRConfig(**{**TINY, "hidden_size": 64}, **TOKEN, lora_rank=2, recursion_encoding=True,
+                          initializer_range=0.05))  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight") or name == "recursion_encoding":
+            assert parameter.eq(1).all(), name
+        elif name.endswith(("q_b", "v_b")):
+            assert parameter.eq(0).all(), name
+        elif parameter.numel() > 500:
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.15), name
+
+
+def test_loss_is_computed_in_fp32():
+    model = MoR(MoRConfig(**TINY, num_hidden_layers=3)).to(torch.bfloat16)
+    x = tokens()
+    out = model(x, x)
+    want = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), x.flatten())
+    assert out.loss.dtype == torch.float32
+    torch.testing.assert_close(out.loss, want, rtol=1e-6, atol=0)

@@ -18,7 +18,7 @@ RELAXED = {"lora_rank": 2, "recursion_encoding": True}  # so that each recursion
 def worker(rank, folder, fields):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = MoR(MoRConfig(**TINY, **fields, **RELAXED))
+    model = MoR(MoRConfig(**TINY, **fields, **RELAXED, balance="loss_free"))
     tokens = torch.arange(2 * 6).view(2, 6)
     if rank:
         tokens = tokens[:, :1]  # expert-choice keeps none of one token at the second recursion
@@ -29,7 +29,9 @@ def worker(rank, folder, fields):
     out = parallel(tokens, tokens)
     deepest = out.depths.max()
     out.loss.backward()
-    torch.save((deepest, {n: p.grad for n, p in model.named_parameters()}), f"{folder}/{rank}.pt")
+    model.update_router_bias(out.depths)
+    torch.save((deepest, out.depths, model.router_bias, {n: p.grad for n, p in model.named_parameters()}),
+               f"{folder}/{rank}.pt")  # fmt: skip
     dist.destroy_process_group()
 
 
@@ -37,8 +39,12 @@ def worker(rank, folder, fields):
 @pytest.mark.parametrize("fields", [EXPERT, TOKEN], ids=["expert", "token"])
 def test_a_rank_without_deep_tokens_does_not_hang(tmp_path, fields):
     mp.spawn(worker, (str(tmp_path), fields), nprocs=2)
-    (deep, a), (shallow, b) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (deep, depths, bias, a), (shallow, others, other_bias, b) = (torch.load(tmp_path / f"{r}.pt") for r in (0, 1))
     assert deep > 1 and shallow == 1
     assert a.keys() == b.keys()
     for name in a:  # averaged over both ranks
         assert a[name] is not None and torch.equal(a[name], b[name])
+    if fields is TOKEN:  # loss-free balancing counts the tokens of both
+        counts = torch.bincount(torch.cat((depths.flatten(), others.flatten())), minlength=4)[1:].double()
+        want = 0.001 * torch.sign(counts.mean() - counts).float()
+        assert torch.equal(bias, want) and torch.equal(other_bias, want)

@@ -64,7 +64,7 @@ def attention(q, k, v, q_positions, q_lens, k_lens, scale):
         block_lse = s.logsumexp(-1) if s.shape[-1] else lse[:, :, :, rows]
         lse[:, :, :, rows] = block_lse
         out[:, :, :, rows] = torch.exp(s - block_lse.clamp(min=torch.finfo(s.dtype).min)[..., None]) @ v5
-    out = out.reshape(batch, heads, queries, width).transpose(1, 2).to(q.dtype).contiguous()
+    out = out.reshape(batch, heads, queries, width).transpose(1, 2).to(q.dtype)
     return out, lse.reshape(batch, heads, queries)
 
 
@@ -86,7 +86,7 @@ def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_l
         dv5 += (p.transpose(-1, -2) @ do).sum(2, keepdim=True)
     d_q = dq5.reshape(batch, heads, queries, width).transpose(1, 2)
     d_k, d_v = (t.squeeze(2).transpose(1, 2) for t in (dk5, dv5))
-    return tuple(t.to(q.dtype).contiguous() for t in (d_q, d_k, d_v))
+    return tuple(t.to(q.dtype) for t in (d_q, d_k, d_v))
 
 
 def _lengths(cu_seqlens, max_seqlen, total, name):
@@ -120,7 +120,7 @@ def _unpad(padded, cu_seqlens, total):
 def _unpad_lse(lse, cu_seqlens, total):
     packed = _unpad(lse.transpose(1, 2), cu_seqlens, total)
     inside = torch.arange(total, device=lse.device) < cu_seqlens[-1]
-    return torch.where(inside[:, None], packed, -torch.inf).T.contiguous()
+    return torch.where(inside[:, None], packed, -torch.inf).T
 
 
 def _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions):

@@ -78,7 +78,7 @@ def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
         return k_cache.new_zeros(total, *rest), v_cache.new_zeros(total, *rest)
     slot, live = _flat_slots(page_table, cu_seqlens, total, page_size)
     page, offset = slot // page_size, slot % page_size
-    return tuple(torch.where(live, cache[page, offset], 0).contiguous() for cache in (k_cache, v_cache))
+    return tuple(torch.where(live, cache[page, offset], 0) for cache in (k_cache, v_cache))
 
 
 def lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size):

@@ -15,9 +15,8 @@ def _targets(logits, kept, candidates, seqlens):
         valid = valid & (position < seqlens[:, None])
     # kept is an ascending subset of the ascending candidates, with -1 at the ends: place it by search
     end = torch.iinfo(torch.int64).max
-    local = torch.searchsorted(
-        torch.where(position >= 0, position, end).contiguous(), torch.where(kept >= 0, kept, end)
-    )
+    positions, wanted = torch.where(position >= 0, position, end), torch.where(kept >= 0, kept, end)
+    local = torch.searchsorted(positions.contiguous(), wanted.contiguous())
     local = torch.where(kept >= 0, local, scored)
     target = torch.zeros(batch, scored + 1, dtype=wide(logits.dtype), device=logits.device).scatter_(1, local, 1.0)
     return target[:, :scored], valid
@@ -76,4 +75,4 @@ def balance_loss_backward(d_loss, probs, depths, scope):
     p, chosen, real, tokens = _groups(probs, depths, scope)
     f = p.shape[-1] * chosen.sum(1).to(p.dtype) / tokens[:, None]
     d_p = f * (d_loss / real.any(1).sum().clamp(min=1)) / tokens[:, None]
-    return torch.where(real[..., None], d_p[:, None], 0).to(probs.dtype).reshape(probs.shape).contiguous()
+    return torch.where(real[..., None], d_p[:, None], 0).to(probs.dtype).reshape(probs.shape)

@@ -37,7 +37,7 @@ def _locate(indices: torch.Tensor, candidates: torch.Tensor | None, scored: int,
     if candidates is None:
         return torch.where(indices >= 0, indices, scored)
     ascending = torch.where(candidates >= 0, candidates, length)
-    local = torch.searchsorted(ascending, torch.where(indices >= 0, indices, length))
+    local = torch.searchsorted(ascending.contiguous(), torch.where(indices >= 0, indices, length).contiguous())
     return torch.where(indices >= 0, local, scored)
 
 

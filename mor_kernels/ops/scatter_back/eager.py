@@ -30,7 +30,7 @@ def scatter_back_backward(d_out, x, update, indices, gates, residual):
     g = 1 if gates is None else gates.to(dtype)[:, None]
     d_update = (g * dy).to(update.dtype)
     if residual == "block":
-        d_x = d_out.clone(memory_format=torch.contiguous_format)
+        d_x = d_out.clone()
     elif residual == "delta":
         d_x = _write(d_out, indices, (1 - g) * dy)
         f = f - gather(x, indices).to(dtype)
