@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 demo: env
 	$(VPY) -m mor_kernels train runs/demo --preset demo --fresh $(if $(SOURCE),--source "$(SOURCE)")
-	$(VPY) -m mor_kernels generate runs/demo --depth
+	$(VPY) -m mor_kernels generate runs/demo --depth --prompt "The statement is used"
 
 test: env
 	OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests $(WORKERS)
