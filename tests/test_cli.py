@@ -217,7 +217,7 @@ def test_colors(monkeypatch):
 def test_two_processes_prepare_once(run, text, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "-m", "mor_kernels", "train", str(tmp_path / "run"), "--source", str(text), "--fresh",
                "--model", *MODEL, "--train", *TRAIN, "device=cpu"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
