@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from .. import ops
+from ..ops._indices import flat_rows
 
 
 class KeyValues:
@@ -57,8 +58,7 @@ class BatchedKeyValues(KeyValues):
     def replace(self, k, v, k_base, v_base):
         if self.indices is None:
             return k, v
-        slots = self.indices + torch.arange(len(k), device=k.device)[:, None] * k_base.shape[1]
-        slots = torch.where(self.indices >= 0, slots, -1).flatten()
+        slots = flat_rows(self.indices, k_base.shape[1])  # a page a sequence
         return ops.kv_append(k.flatten(0, 1), v.flatten(0, 1), k_base, v_base, slots)
 
 

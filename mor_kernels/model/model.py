@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .. import ops
+from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from .config import MoRConfig
 from .convert import dense_to_recursive, read_dense
@@ -297,8 +298,7 @@ class MoR(nn.Module):
     def _candidate_rows(x, kept):
         if kept is None:
             return x
-        first = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
-        rows = ops.gather(x.flatten(0, 1), torch.where(kept >= 0, kept + first, -1).flatten())
+        rows = ops.gather(x.flatten(0, 1), flat_rows(kept, x.shape[1]))
         return rows.view(*kept.shape, x.shape[-1])
 
     def _threshold(self, x, positions, seqlens):

@@ -13,8 +13,6 @@ from .. import _checks
 from .._dispatch import apply, define, resolve
 from . import eager
 
-_APPEND_ARGUMENTS = "Tensor slots, str backend"
-
 
 def _like_caches(k, v, k_cache, v_cache, slots):
     return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
@@ -36,17 +34,18 @@ def _fake_lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size
 
 
 _append = define(
-    f"kv_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, {_APPEND_ARGUMENTS}) -> (Tensor, Tensor)",
+    "kv_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slots, str backend) -> (Tensor, Tensor)",
     fake=_like_caches,
     eager=eager.append,
 )
 _append_in_place = define(
-    f"kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, {_APPEND_ARGUMENTS}) -> ()",
+    "kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, str backend) -> ()",
     fake=lambda *_: None,
     eager=eager.append_in_place,
 )
 _append_backward = define(
-    f"kv_append_backward(Tensor d_k_cache, Tensor d_v_cache, {_APPEND_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "kv_append_backward(Tensor d_k_cache, Tensor d_v_cache, Tensor slots, str backend)"
+    " -> (Tensor d_k, Tensor d_v, Tensor d_k_old, Tensor d_v_old)",
     fake=_fake_append_backward,
     eager=eager.append_backward,
 )

@@ -3,21 +3,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .._indices import candidate_positions, locate
 from .._numeric import bounded, wide
 
 
 def _targets(logits, kept, candidates, seqlens):
     """Whether "was kept" (B, C) in the losses' dtype, and which candidates are real (B, C)."""
     batch, scored = logits.shape
-    position = torch.arange(scored, device=logits.device).expand(batch, scored) if candidates is None else candidates
-    valid = position >= 0
-    if seqlens is not None:
-        valid = valid & (position < seqlens[:, None])
-    # kept is an ascending subset of the ascending candidates, with -1 at the ends: place it by search
-    end = torch.iinfo(torch.int64).max
-    positions, wanted = torch.where(position >= 0, position, end), torch.where(kept >= 0, kept, end)
-    local = torch.searchsorted(positions.contiguous(), wanted.contiguous())
-    local = torch.where(kept >= 0, local, scored)
+    _, valid = candidate_positions(batch, scored, candidates, seqlens, logits.device)
+    local = locate(kept, candidates, scored)
     target = torch.zeros(batch, scored + 1, dtype=wide(logits.dtype), device=logits.device).scatter_(1, local, 1.0)
     return target[:, :scored], valid
 

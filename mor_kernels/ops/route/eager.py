@@ -5,24 +5,9 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
+from .._indices import candidate_positions, flat_rows, locate
 from .._numeric import activate, bounded, wide
-from ..gather.eager import gather
-
-
-def _candidates(x, candidates, seqlens):
-    """Absolute position (B, C) and validity (B, C) of every candidate."""
-    batch, length, _ = x.shape
-    position = torch.arange(length, device=x.device).expand(batch, length) if candidates is None else candidates
-    valid = position >= 0
-    if seqlens is not None:
-        valid = valid & (position < seqlens[:, None])
-    return position, valid
-
-
-def _flat(indices: torch.Tensor, length: int) -> torch.Tensor:
-    """(B, k) positions within each sequence -> (B*k,) rows of the flattened batch, -1 kept."""
-    first = torch.arange(indices.shape[0], device=indices.device)[:, None] * length
-    return torch.where(indices >= 0, indices + first, -1).reshape(-1)
+from ..gather.eager import gather, gather_backward
 
 
 def _take(values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -30,15 +15,6 @@ def _take(values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(values, (0, 1))
     inside = (local >= 0) & (local < values.shape[1])
     return padded.gather(1, torch.where(inside, local, values.shape[1]))
-
-
-def _locate(indices: torch.Tensor, candidates: torch.Tensor | None, scored: int, length: int) -> torch.Tensor:
-    """Where each kept position stands among the candidates; ``scored`` for none."""
-    if candidates is None:
-        return torch.where(indices >= 0, indices, scored)
-    ascending = torch.where(candidates >= 0, candidates, length)
-    local = torch.searchsorted(ascending.contiguous(), torch.where(indices >= 0, indices, length).contiguous())
-    return torch.where(indices >= 0, local, scored)
 
 
 def _check_candidates(candidates, length):
@@ -49,10 +25,10 @@ def _check_candidates(candidates, length):
             _checks.fail("route", "candidates", "ascending positions, then -1", "others")
 
 
-def _replayed(indices, candidates, position, valid, length):
+def _replayed(indices, candidates, position, valid):
     """A recorded choice and its place among the candidates; what is none of them counts as none (CPU: an error)."""
     scored = position.shape[1]
-    local = _locate(indices, candidates, scored, length)
+    local = locate(indices, candidates, scored)
     inside = local.clamp(max=max(scored - 1, 0))
     found = (local < scored) & (position.gather(1, inside) == indices) & valid.gather(1, inside)
     if indices.device.type == "cpu" and not (found | (indices == -1)).all():
@@ -62,8 +38,8 @@ def _replayed(indices, candidates, position, valid, length):
 
 def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
     batch, length, width = x.shape
-    position, valid = _candidates(x, candidates, seqlens)
-    scored = position.shape[1]
+    scored = length if candidates is None else candidates.shape[1]
+    position, valid = candidate_positions(batch, scored, candidates, seqlens, x.device)
     _check_candidates(candidates, length)
     if weight is not None:
         dtype = wide(x.dtype)
@@ -79,12 +55,12 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
         local = torch.where(kept, order[:, :k], scored).sort(dim=-1).values
         indices = torch.where(local < scored, position.gather(1, local.clamp(max=max(scored - 1, 0))), -1)
     else:
-        indices, local = _replayed(indices, candidates, position, valid, length)
+        indices, local = _replayed(indices, candidates, position, valid)
 
     chosen = indices >= 0
     kept_logits = _take(logits, local)
     gates = torch.where(chosen & ~kept_logits.isnan(), bounded(alpha * activate(kept_logits, activation)), 0)
-    rows = gather(x.reshape(-1, width), _flat(indices, length)).view(batch, k, width)
+    rows = gather(x.reshape(-1, width), flat_rows(indices, length)).view(batch, k, width)
     return rows, indices, gates, logits, chosen.sum(-1, dtype=torch.int32)
 
 
@@ -93,10 +69,10 @@ def route_backward(
 ):
     batch, length, width = x.shape
     dtype = logits.dtype
-    position, valid = _candidates(x, candidates, seqlens)
-    scored = position.shape[1]
+    scored = length if candidates is None else candidates.shape[1]
+    position, valid = candidate_positions(batch, scored, candidates, seqlens, x.device)
     chosen = indices >= 0
-    local = _locate(indices, candidates, scored, length)
+    local = locate(indices, candidates, scored)
 
     value = activate(_take(logits, local), activation)
     slope = {"sigmoid": value * (1 - value), "tanh": 1 - value * value, "none": torch.ones_like(value)}[activation]
@@ -104,10 +80,8 @@ def route_backward(
     d_logits = torch.where(valid, d_logits, 0)
     d_logits = torch.nn.functional.pad(d_logits, (0, 1)).scatter_add(1, local, through_gate)[:, :scored] / temperature
 
-    spare = torch.zeros(batch * length + 1, width, dtype=dtype, device=x.device)  # the last takes what belongs nowhere
-    rows = _flat(indices, length)
-    spare[torch.where(rows >= 0, rows, batch * length)] = d_rows.reshape(-1, width).to(dtype)
-    d_x = spare[:-1].view(batch, length, width)
+    d_rows = d_rows.reshape(-1, width).to(dtype)
+    d_x = gather_backward(d_rows, flat_rows(indices, length), batch * length).view(batch, length, width)
     if weight is None:
         d_weight = x.new_empty(0)
     else:

@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import apply, define, resolve
+from .._indices import flat_rows
 from . import eager
 
 RESIDUALS = ("block", "delta", "none")
@@ -87,14 +88,11 @@ def scatter_back(
     if gates is not None:
         _checks.tensor(op, "gates", gates, tuple(indices.shape), (torch.float32, torch.float64), x)
     _checks.choice(op, "residual", residual, RESIDUALS)
-    if len(lead) == 2:
-        first = torch.arange(lead[0], device=x.device)[:, None] * lead[1]
-        indices = torch.where(indices >= 0, indices + first, -1)
     out = apply(
         _ScatterBack,
         x.reshape(-1, width),
         update.reshape(-1, width),
-        indices.reshape(-1),
+        indices if len(lead) == 1 else flat_rows(indices, lead[1]),
         None if gates is None else gates.reshape(-1),
         residual,
         resolve(op, backend, x),
