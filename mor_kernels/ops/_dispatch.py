@@ -7,6 +7,10 @@ asks :func:`resolve` which backend serves the call, and hands that name to the r
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 
@@ -32,11 +36,15 @@ def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
 
     def run(*args):
         *arguments, backend = args
-        device = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
-        if torch.is_autocast_enabled(device):  # an implementation chooses its own precision
-            with torch.autocast(device, enabled=False):
-                return _contiguous(_implementations[name][backend](*arguments))
-        return _contiguous(_implementations[name][backend](*arguments))
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        device = tensors[0].device
+        implementation = backends[_best(name, tensors) if backend == "auto" else backend]
+        with contextlib.ExitStack() as stack:
+            if torch.is_autocast_enabled(device.type):  # an implementation chooses its own precision
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            if device.type == "cuda" and device.index != torch.cuda.current_device():  # where Triton launches
+                stack.enter_context(torch.cuda.device(device))
+            return _contiguous(implementation(*arguments))
 
     def run_fake(*args):
         return fake(*args[:-1])
@@ -65,31 +73,62 @@ def apply(function: type[torch.autograd.Function], *arguments):
     return function.apply(*distinct)
 
 
-def unavailable(backend: str, op: str | None = None, device: torch.device | str | None = None) -> str | None:
-    """Why ``backend`` can't serve ``op`` (any op if None) on ``device``; None if it can."""
+def deferred(module: str, function: str) -> Callable:
+    """``function`` of ``module``, which is imported at the first call, since Triton need not be installed."""
+    load = functools.cache(lambda: getattr(importlib.import_module(module), function))
+    return lambda *arguments: load()(*arguments)
+
+
+def unavailable(
+    backend: str,
+    op: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    """Why ``backend`` can't serve ``op`` (any op if None) on ``device`` for ``dtype``; None if it can."""
     if backend not in BACKENDS:
         return f"expected one of {', '.join(BACKENDS)} or auto, got {backend!r}"
     if not any(backend in table for name, table in _implementations.items() if op in (None, name)):
         return f"this version has no {backend} implementation of {op or 'any op'}"
     if backend == "eager":
         return None
+    if dtype == torch.float64:
+        return "float64 is computed by the eager backend alone"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
     if torch.device(device or "cuda").type == "cpu":
         if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
             return None
         return "the tensors are on the CPU" + (", which needs TRITON_INTERPRET=1" if backend == "triton" else "")
-    return None if torch.cuda.is_available() else "no CUDA device is visible"
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "no CUDA device is visible"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else f"it needs compute capability 8.0 (A100) or newer, not {capability}"
 
 
-def resolve(op: str, backend: str | None, tensor: torch.Tensor) -> str:
-    """The backend for ``op`` on ``tensor``: the one that ``backend=`` or ``MOR_BACKEND`` names, or the best there is.
+_reason = functools.cache(unavailable)  # for devices whose answer can't change while the process runs
+
+
+def _best(op: str, tensors: list[torch.Tensor]) -> str:
+    """Triton where it runs natively and has the op, for what it computes; eager for all else."""
+    if all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
+        if _reason("triton", op, tensors[0].device) is None:
+            return "triton"
+    return "eager"
+
+
+def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None) -> str:
+    """The backend for ``op`` on ``tensors``: the one that ``backend=`` or ``MOR_BACKEND`` names; "auto" stays, and
+    becomes the best there is when the op runs, outside any compiled graph.
 
     Raises:
         RuntimeError: a backend was named and isn't there, with the reason.
     """
     named = backend or _default_backend
     if named == "auto":
-        return "eager"
-    reason = unavailable(named, op, tensor.device)
+        return named
+    reasons = [unavailable(named, op, t.device, t.dtype) for t in tensors if t is not None]
+    reason = next(filter(None, reasons), None)
     if reason is not None:
         source = "backend" if backend else "MOR_BACKEND"
         raise RuntimeError(f"{op}: {source}={named!r} is not available: {reason}")

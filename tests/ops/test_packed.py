@@ -68,6 +68,7 @@ def indices(rows, n, seed):
 @s.targets("gather")
 @given(rows=s.sizes_or_none, n=s.sizes_or_none, width=s.sizes, seed=s.seeds, dtype=s.dtypes, strided=st.booleans())
 def test_gather(device, backend, rows, n, width, seed, dtype, strided):
+    s.assume_served(device, backend, dtype)
     x = s.normal((rows, width), seed, dtype, strided)
     index = indices(rows, n, seed)
     a = x.to(device).requires_grad_()

@@ -6,18 +6,20 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
+from .._dispatch import apply, deferred, define, resolve
 from . import eager
 
 _forward = define(
     "gather(Tensor x, Tensor indices, str backend) -> Tensor",
     fake=lambda x, indices: x.new_empty(indices.shape[0], *x.shape[1:]),
     eager=eager.gather,
+    triton=deferred(f"{__name__}.triton", "gather"),
 )
 _backward = define(
     "gather_backward(Tensor d_rows, Tensor indices, SymInt length, str backend) -> Tensor",
     fake=lambda d_rows, indices, length: d_rows.new_empty(length, *d_rows.shape[1:]),
     eager=eager.gather_backward,
+    triton=deferred(f"{__name__}.triton", "gather_backward"),
 )
 
 

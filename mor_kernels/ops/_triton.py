@@ -1,0 +1,58 @@
+"""What the Triton kernels of several ops share.
+
+Kernels load any dtype and compute in fp32. Sizes that change from call to call (lengths, k) are never specialised on,
+so that a new one compiles nothing. Offsets are int64 before they are multiplied by a stride.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """Rows that a program handles at once, columns of them (a power of two), and its warps."""
+
+    rows: int
+    width: int
+    num_warps: int
+
+
+def tile(width: int, elements: int = 8192, num_warps: int = 4) -> Tile:
+    """Whole rows as long as they fit: ``elements`` at a time, 64 a thread by default, which keeps loads 16 bytes wide
+    and several in flight. One setting for every length."""
+    columns = min(triton.next_power_of_2(max(width, 1)), elements)
+    return Tile(max(elements // columns, 1), columns, num_warps)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _invert(indices, inverse, length, k, BLOCK: tl.constexpr):
+    """inverse[b, indices[b, j]] = j; what no index names stays as it was, see :func:`inverse_of`."""
+    b = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + b * k + j, mask=j < k, other=-1)
+    tl.store(inverse + b * length + index, j, mask=(index >= 0) & (index < length))
+
+
+def inverse_of(indices: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, length) int32: where each position stands among its row of the indices (B, k), in any order, -1 for none.
+
+    What no index names is left unwritten, since filling would take another pass: only a j for which ``indices[b, j]``
+    is the position asked for is one, see :func:`place`.
+    """
+    batch, k = indices.shape
+    inverse = torch.empty(batch, length, dtype=torch.int32, device=indices.device)
+    if batch and k:
+        _invert[(batch, triton.cdiv(k, 1024))](indices.contiguous(), inverse, length, k, BLOCK=1024, num_warps=4)
+    return inverse
+
+
+@triton.jit
+def place(indices, inverse, position, k, mask):
+    """Where ``position`` stands among ``indices`` (both of one row), or -1."""
+    j = tl.load(inverse + position, mask=mask, other=-1)
+    mask = mask & (j >= 0) & (j < k)
+    return tl.where(mask & (tl.load(indices + j, mask=mask, other=-1) == position), j, -1)
