@@ -1,0 +1,1 @@
+"""Benchmarks: each script verifies every implementation, then times it against rivals and against the memory floor."""

@@ -1,0 +1,332 @@
+"""Verify, then time: what all benchmarks share.
+
+A benchmark is a list of :class:`Case`; each holds our implementation and its rivals. Every implementation is compared
+with an independent float64 computation before it is timed. All are timed alike: R calls on R different input sets in
+one CUDA graph, so that no call finds its inputs in the L2 cache and launch gaps count for nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mor_kernels import doctor
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+REPLAYS, QUICK_REPLAYS = 60, 15
+MIN_SETS, MAX_SETS = 8, 512  # eight calls hide the start of a graph; 512 keep it small where the inputs are tiny
+ROUNDOFF = 2.0**-8  # of bf16: the largest relative error of rounding once
+
+
+class Mismatch(AssertionError):
+    """An implementation's output isn't what it should be."""
+
+
+def require(condition: object, what: str) -> None:
+    if not condition:
+        raise Mismatch(what)
+
+
+def close(what: str, got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor | float) -> float:
+    """The largest ``|got - want| / allowed``; a :class:`Mismatch` if it is over 1 or not a number."""
+    require(got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+    if got.numel() == 0:
+        return 0.0
+    worst = ((got.double() - want).abs() / (allowed + 1e-30)).max().item()
+    require(worst <= 1, f"{what}: the error is {worst:.3g} times what is allowed")
+    return worst
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """``prepare(inputs)`` does what isn't timed (the forward pass of a backward, say) and returns what is."""
+
+    name: str
+    prepare: Callable[[Any], Callable[[], Any]]
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make(seed)`` gives the same inputs each time; ``check(inputs, outputs, ours)`` raises :class:`Mismatch` or
+    returns the largest error as a share of what is allowed, and sees inputs that no implementation has touched."""
+
+    op: str
+    name: str
+    nbytes: int  # what must be read and written, at the least
+    make: Callable[[int], Any]
+    check: Callable[[Any, Any, bool], float]
+    implementations: tuple[Implementation, ...]  # rivals first: our row is then printed beside the best of them
+
+
+@dataclass(frozen=True)
+class Timing:
+    ms: float
+    p20: float
+    p80: float
+    how: str  # "graph", or "events": plain calls with the cache flushed between them
+
+    @classmethod
+    def of(cls, samples: list[float], how: str) -> Timing:
+        p20, _, _, p80 = statistics.quantiles(samples, n=5)
+        return cls(statistics.median(samples), p20, p80, how)
+
+
+def sets_needed(nbytes: int, l2_bytes: int) -> int:
+    """Input sets to rotate over, so that four times the L2 cache passes before a set comes round again."""
+    return min(MAX_SETS, max(MIN_SETS, math.ceil(4 * l2_bytes / nbytes)))
+
+
+def verify(case: Case, implementation: Implementation, seed: int = 0) -> float:
+    outputs = implementation.prepare(case.make(seed))()
+    return case.check(case.make(seed), outputs, implementation.ours)
+
+
+def _elapsed(run: Callable[[], Any], times: int, before: Callable[[], Any] = lambda: None) -> list[float]:
+    """Milliseconds of each of ``times`` runs on the current stream."""
+    events = []
+    for _ in range(times):
+        before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a device-to-device copy of 1 GiB."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    _elapsed(lambda: target.copy_(source), 5)
+    return 2 * 2**30 / (statistics.median(_elapsed(lambda: target.copy_(source), 30)) / 1e3)
+
+
+def time_on_gpu(case: Case, implementation: Implementation, replays: int) -> tuple[Timing, float]:
+    """Time on the current stream, which must not be the default one; also the error of what the graph computed.
+
+    The outputs of all calls stay alive during the capture, so that they are written to cold lines too; temporaries
+    are reused within the graph's pool.
+    """
+    l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+    sets = [case.make(seed) for seed in range(sets_needed(case.nbytes, l2_bytes))]
+    calls = [implementation.prepare(inputs) for inputs in sets]
+    for _ in range(3):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            outputs = [call() for call in calls]
+    except Exception as error:
+        print(f"  {implementation.name} can't be captured ({_reason(error)}); plain calls are timed", flush=True)
+        torch.cuda.synchronize()
+        turn = iter(calls * replays)
+        flush = torch.empty(4 * l2_bytes, dtype=torch.uint8, device="cuda")
+        samples = _elapsed(lambda: next(turn)(), replays, before=lambda: flush.fill_(1))
+        return Timing.of(samples, "events"), 0.0
+    graph.replay()
+    # the last set was not warmed up on, so that an op in place has worked on it exactly once
+    error = case.check(case.make(len(sets) - 1), outputs[-1], implementation.ours)
+    for _ in range(3):
+        graph.replay()
+    return Timing.of([ms / len(calls) for ms in _elapsed(graph.replay, replays)], "graph"), error
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]
+
+
+def measure(case: Case, implementation: Implementation, bandwidth: float, timer: Callable) -> dict:
+    """One row; ``failed`` holds the reason if the check or the timing failed."""
+    row = {
+        "case": case.name, "op": case.op, "impl": implementation.name, "ours": implementation.ours,
+        "bytes": case.nbytes, "floor_ms": case.nbytes / bandwidth * 1e3,
+        "ms": None, "p20": None, "p80": None, "timing": None, "error": None, "failed": None,
+    }  # fmt: skip
+    try:
+        error = verify(case, implementation)
+        timing, replayed_error = timer(case, implementation)
+        row |= {"ms": timing.ms, "p20": timing.p20, "p80": timing.p80, "timing": timing.how}
+        row["error"] = max(error, replayed_error)
+    except Exception as error:
+        row["failed"] = _reason(error)
+        traceback.print_exc()
+    return row
+
+
+def best_rival(rows: list[dict], op: str, case: str) -> dict | None:
+    """The fastest of the measured rivals."""
+    rivals = [r for r in rows if (r["op"], r["case"]) == (op, case) and not r["ours"] and not r["failed"]]
+    return min(rivals, key=lambda r: r["ms"], default=None)
+
+
+COLUMNS = (("op", -22), ("case", -24), ("implementation", -20), ("ms", 9), ("p20", 9), ("p80", 9), ("floor ms", 9),
+           ("x floor", 8), ("% floor", 8), ("GB/s", 7), ("x rival", 8), ("error", 6), ("timing", 7))  # fmt: skip
+
+
+def format_cells(cells: list[str]) -> str:
+    """Cells in their columns; a negative width aligns to the left."""
+    columns = zip(cells, (width for _, width in COLUMNS))
+    return " ".join(f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for cell, width in columns).rstrip()
+
+
+def format_row(row: dict, rival: dict | None = None) -> str:
+    """A line of the table; ``rival`` is what our row is compared with (x rival: how many times faster)."""
+    names = [row["op"], row["case"], row["impl"]]
+    if row["failed"]:
+        return format_cells([*names, f"FAILED {row['failed']}"])
+    ms, floor = row["ms"], row["floor_ms"]
+    numbers = [f"{value:.4f}" for value in (ms, row["p20"], row["p80"], floor)]
+    ratios = [f"{ms / floor:.2f}", f"{100 * floor / ms:.1f}", f"{row['bytes'] / ms / 1e6:.0f}"]
+    against = f"{rival['ms'] / ms:.2f}" if rival and row["ours"] else "-"
+    return format_cells([*names, *numbers, *ratios, against, f"{row['error']:.2f}", row["timing"]])
+
+
+def environment(commit: str | None = None) -> dict:
+    """Where and with what the numbers were made. ``commit`` stands in for git where the copy has no history."""
+
+    def output(*command):
+        try:
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    changes = None if commit else output("git", "status", "--porcelain", "--untracked-files=no")
+    facts = doctor.report()
+    drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": facts["torch"],
+        "triton": facts["packages"]["triton"],
+        "cuda": facts["cuda"],
+        "driver": drivers.splitlines()[0] if drivers else None,
+        "python": facts["python"],
+        "commit": commit or output("git", "rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def write(result: dict, path: Path) -> None:
+    """Written aside and renamed: a run that is killed leaves the rows measured so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def run(cases: list[Case], result: dict, path: Path, timer: Callable) -> int:
+    """Measure all cases into ``result`` and ``path``.
+
+    Returns:
+        The number of rows that failed.
+    """
+    print(format_cells([name for name, _ in COLUMNS]), flush=True)
+    for case in cases:
+        torch._dynamo.reset()  # else one function compiled for many shapes reaches the limit and runs uncompiled
+        for implementation in case.implementations:
+            row = measure(case, implementation, result["copy_bandwidth"], timer)
+            result["rows"].append(row)
+            print(format_row(row, best_rival(result["rows"], case.op, case.name)), flush=True)
+            write(result, path)
+    result["complete"] = True
+    write(result, path)
+    return sum(row["failed"] is not None for row in result["rows"])
+
+
+def chart(result: dict, path: Path) -> None:
+    """Bars of time as a multiple of the floor: ours, and the rivals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result["rows"] if not row["failed"]]
+    groups = list(dict.fromkeys((row["op"], row["case"]) for row in rows))
+    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.16 * (len(rows) + 2 * len(groups))), layout="constrained")
+    y, ticks = 0.0, []
+    for op, case in groups:
+        bars = [row for row in rows if (row["op"], row["case"]) == (op, case)]
+        ticks.append((y + (len(bars) - 1) / 2, f"{op}\n{case}"))
+        for row in bars:
+            times_floor = row["ms"] / row["floor_ms"]
+            axes.barh(y, times_floor, height=0.9, color="tab:red" if row["ours"] else "lightgray")
+            axes.text(times_floor, y, f" {row['impl']} {row['ms']:.3f} ms", va="center", fontsize=6)
+            y += 1
+        y += 1.5
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="time / floor (bytes that must move / copy bandwidth)", title=title(result))
+    axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=6)
+    axes.invert_yaxis()
+    axes.set_xlim(right=axes.get_xlim()[1] * 3)  # room for the labels
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def title(result: dict) -> str:
+    where = result["environment"]
+    return f"{where['card']}, torch {where['torch']}, Triton {where['triton']}, copy {bandwidth(result)}"
+
+
+def bandwidth(result: dict) -> str:
+    return f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
+
+
+def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] | None = None) -> int:
+    """The command line of a benchmark.
+
+    Returns:
+        0; 1 if a row failed; 2 without a GPU.
+    """
+    parser = argparse.ArgumentParser(prog=f"bench/{benchmark}.py", description=f"Benchmark: {benchmark}.")
+    parser.add_argument("--quick", action="store_true", help="fewer replays")
+    parser.add_argument("--only", metavar="SUBSTRING", default="", help='cases whose "op case" contains this')
+    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where JSON and chart go")
+    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
+        return 2
+    began = time.perf_counter()
+    torch._functorch.config.donated_buffer = False  # a compiled backward refuses retain_graph=True otherwise
+    cases = [case for case in make_cases() if options.only in f"{case.op} {case.name}"]
+    if not cases:
+        parser.error(f"--only {options.only}: no such case")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result = {
+            "benchmark": benchmark,
+            "environment": environment(options.commit),
+            "copy_bandwidth": copy_bandwidth(),
+            "complete": False,
+            "rows": [],
+        }
+        torch.cuda.empty_cache()
+        card = "-".join(result["environment"]["card"].lower().split())
+        partial = "-partial" if options.quick or options.only else ""  # doesn't replace a full result
+        path = options.out / f"{benchmark}-{card}{partial}.json"
+        print(title(result), flush=True)
+        replays = QUICK_REPLAYS if options.quick else REPLAYS
+        failed = run(cases, result, path, lambda case, implementation: time_on_gpu(case, implementation, replays))
+    chart(result, path.with_suffix(".png"))
+    print(f"copy bandwidth {bandwidth(result)}; {time.perf_counter() - began:.0f} s; written to {path}")
+    if failed:
+        print(f"{failed} rows FAILED", file=sys.stderr)
+    return 1 if failed else 0
