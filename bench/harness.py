@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 from mor_kernels import doctor
 

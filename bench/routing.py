@@ -267,14 +267,18 @@ class Cases:
         moved = BF16 * (batch * length * width + width) + BF16 * batch * k * width
         moved += (INT64 + FP32) * batch * k + FP32 * batch * length + FP32 * batch
         return Case(
-            "route", f"B{batch} N{length} D{width} k{k}", moved, make, functools.partial(check_route, k),
+            "route",
+            f"B{batch} N{length} D{width} k{k}",
+            moved,
+            make,
+            functools.partial(check_route, k),
             self._implementations(
                 "route",
                 lambda function, s: functools.partial(function, s.x, s.weight, k),
                 functools.partial(ops.route, alpha=ALPHA),
                 self._route_rivals(),
             ),
-        )  # fmt: skip
+        )
 
     def route_backward(self, batch, length, width, k):
         def make(seed):
@@ -297,11 +301,13 @@ class Cases:
         moved = BF16 * (batch * k * width + 2 * batch * length * width + 2 * width)
         moved += (INT64 + FP32) * batch * k + 2 * FP32 * batch * length
         return Case(
-            "route backward", f"B{batch} N{length} D{width} k{k}", moved, make, check_route_backward,
-            self._implementations(
-                "route", prepare, functools.partial(ops.route, alpha=ALPHA), self._route_rivals()
-            ),
-        )  # fmt: skip
+            "route backward",
+            f"B{batch} N{length} D{width} k{k}",
+            moved,
+            make,
+            check_route_backward,
+            self._implementations("route", prepare, functools.partial(ops.route, alpha=ALPHA), self._route_rivals()),
+        )
 
     def select(self, batch, length, k):
         """The choice alone, from ready logits; ours also gathers rows of 8 numbers and gates them."""
@@ -318,11 +324,15 @@ class Cases:
 
         moved = FP32 * batch * length + INT64 * batch * k  # logits read, indices written
         return Case(
-            "top-k", f"B{batch} N{length} k{k}", moved, make, functools.partial(check_select, k),
+            "top-k",
+            f"B{batch} N{length} k{k}",
+            moved,
+            make,
+            functools.partial(check_select, k),
             self._implementations(
                 "route", functools.partial, own, {"eager topk, sort": plain, "compile": self._compiled_select(k)}
             ),
-        )  # fmt: skip
+        )
 
     def _compiled_select(self, k):
         function = self.compiled(select)
@@ -351,21 +361,27 @@ class Cases:
         # x and f read, the new stream written; indices and gates read
         moved = BF16 * (2 * batch * length * width + batch * k * width) + (INT64 + FP32) * batch * k
         return Case(
-            "scatter_back", f"B{batch} N{length} D{width} k{k}", moved,
-            functools.partial(self._scatter_inputs, batch, length, width, k), check_scatter,
+            "scatter_back",
+            f"B{batch} N{length} D{width} k{k}",
+            moved,
+            functools.partial(self._scatter_inputs, batch, length, width, k),
+            check_scatter,
             self._implementations("scatter_back", _scatter_call, ops.scatter_back, self._scatter_rivals(by_index_put)),
-        )  # fmt: skip
+        )
 
     def scatter_in_place(self, batch, length, width, k):
         # kept rows of x read and written, f read; indices and gates read
         moved = BF16 * 3 * batch * k * width + (INT64 + FP32) * batch * k
         return Case(
-            "scatter_back_", f"B{batch} N{length} D{width} k{k}", moved,
-            functools.partial(self._scatter_inputs, batch, length, width, k), check_scatter,
+            "scatter_back_",
+            f"B{batch} N{length} D{width} k{k}",
+            moved,
+            functools.partial(self._scatter_inputs, batch, length, width, k),
+            check_scatter,
             self._implementations(
                 "scatter_back", _in_place, _own_in_place, self._scatter_rivals(by_index_put, in_place=True)
             ),
-        )  # fmt: skip
+        )
 
     def scatter_backward(self, batch, length, width, k, residual):
         def prepare(function, s):
@@ -380,14 +396,18 @@ class Cases:
         else:
             moved = 2 * BF16 * batch * length * width + 3 * rows + small  # d_out, f, x's kept rows; d_x, d_f written
         return Case(
-            f"scatter bwd {residual}", f"B{batch} N{length} D{width} k{k}", moved,
+            f"scatter bwd {residual}",
+            f"B{batch} N{length} D{width} k{k}",
+            moved,
             functools.partial(self._scatter_inputs, batch, length, width, k),
             functools.partial(check_scatter_backward, residual),
             self._implementations(
-                "scatter_back", prepare, functools.partial(ops.scatter_back, residual=residual),
+                "scatter_back",
+                prepare,
+                functools.partial(ops.scatter_back, residual=residual),
                 self._scatter_rivals(by_index_add, residual=residual),
             ),
-        )  # fmt: skip
+        )
 
     def pack(self, batch, length, num_recursions):
         def make(seed):
@@ -398,7 +418,10 @@ class Cases:
         # depths read; indices and cu_seqlens of every recursion written
         moved = INT64 * batch * length * (1 + num_recursions) + 4 * num_recursions * (batch + 1)
         return Case(
-            "pack_depths", f"B{batch} N{length} Nr{num_recursions}", moved, make,
+            "pack_depths",
+            f"B{batch} N{length} Nr{num_recursions}",
+            moved,
+            make,
             functools.partial(check_pack, num_recursions),
             self._implementations(
                 "pack_depths",
@@ -406,7 +429,7 @@ class Cases:
                 ops.pack_depths,
                 {"eager cumsum, scatter": pack_plain, "compile": self.compiled(pack_plain)},
             ),
-        )  # fmt: skip
+        )
 
     def aux(self, batch, length, k):
         def make(seed):
@@ -424,11 +447,15 @@ class Cases:
 
         moved = 2 * FP32 * batch * length + INT64 * batch * k  # logits and indices read, d_logits written
         return Case(
-            "aux_loss fwd+bwd", f"B{batch} N{length} k{k}", moved, make, check_aux,
+            "aux_loss fwd+bwd",
+            f"B{batch} N{length} k{k}",
+            moved,
+            make,
+            check_aux,
             self._implementations(
                 "aux_loss", prepare, ops.aux_loss, {"eager bce": aux_plain, "compile": self.compiled(aux_plain)}
             ),
-        )  # fmt: skip
+        )
 
 
 def _scatter_call(function, s):

@@ -1,0 +1,135 @@
+"""What the harness does without a GPU: checks, counts, rows, files."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import harness
+from bench.harness import Case, Implementation, Mismatch, Timing
+
+ROW = {"case": "B2", "op": "double", "impl": "triton", "ours": True, "bytes": 3_000_000, "floor_ms": 0.001,
+       "ms": 0.002, "p20": 0.0019, "p80": 0.0021, "timing": "graph", "error": 0.5, "failed": None}  # fmt: skip
+
+
+def case(**functions):
+    def check(inputs, outputs, ours):
+        return harness.close("out", outputs, 2 * inputs.x.double(), 1e-6)
+
+    def make(seed):
+        return SimpleNamespace(x=torch.randn(5, generator=torch.Generator().manual_seed(seed)))
+
+    implementations = tuple(
+        Implementation(name, lambda s, function=function: lambda: function(s.x), ours=name == "ours")
+        for name, function in functions.items()
+    )
+    return Case("double", "N5", 40, make, check, implementations)
+
+
+def result():
+    return {"environment": {}, "copy_bandwidth": 3e12, "complete": False, "rows": []}
+
+
+def timer(milliseconds):
+    return lambda case, implementation: (Timing(milliseconds[implementation.name], 0.1, 0.3, "graph"), 0.0)
+
+
+def test_enough_sets_to_leave_the_cache_but_not_too_many():
+    l2 = 50 * 2**20
+    assert harness.sets_needed(10**9, l2) == harness.MIN_SETS
+    assert harness.sets_needed(2 * 2**20, l2) == 100
+    assert harness.sets_needed(2 * 2**20 + 1, l2) * (2 * 2**20 + 1) >= 4 * l2
+    assert harness.sets_needed(1, l2) == harness.MAX_SETS
+
+
+def test_close_measures_and_refuses():
+    want = torch.zeros(3, dtype=torch.float64)
+    assert harness.close("t", torch.tensor([0.0, 0.5, 0.0]), want, 1.0) == 0.5
+    for got in ([0.0, 1.5, 0.0], [0.0, float("nan"), 0.0], [0.0, 0.0]):
+        with pytest.raises(Mismatch, match="t: "):
+            harness.close("t", torch.tensor(got), want, 1.0)
+
+
+def test_timing_is_a_median_between_percentiles():
+    timing = Timing.of([float(ms) for ms in range(1, 100)], "graph")
+    assert (timing.ms, timing.p20, timing.p80, timing.how) == (50.0, 20.0, 80.0, "graph")
+
+
+def test_a_wrong_implementation_is_not_timed_and_the_run_goes_on(tmp_path, capsys):
+    def broken(x):
+        raise RuntimeError("no kernel")
+
+    cases = [case(wrong=lambda x: 2 * x + 1, broken=broken, right=lambda x: x + x, ours=lambda x: 2 * x)]
+    measured, path = result(), tmp_path / "new" / "double.json"
+    failed = harness.run(cases, measured, path, timer({"right": 0.2, "ours": 0.1}))
+    wrong, broken, right, ours = measured["rows"]
+    assert failed == 2
+    assert wrong["failed"].startswith("Mismatch: out: the error is") and wrong["ms"] is None
+    assert broken["failed"] == "RuntimeError: no kernel"
+    assert right["failed"] is None and right["ms"] == 0.2 and right["error"] < 1
+    assert ours["floor_ms"] == pytest.approx(40 / 3e12 * 1e3)
+    assert json.loads(path.read_text()) == measured and measured["complete"]
+    assert all(row.keys() == ROW.keys() for row in measured["rows"])
+    printed = capsys.readouterr().out
+    assert "FAILED Mismatch" in printed and " 2.00 " in printed.splitlines()[-1]  # twice as fast as the best rival
+
+
+def test_rows_are_written_as_they_are_measured(tmp_path):
+    path = tmp_path / "double.json"
+
+    def killed(case, implementation):
+        if implementation.name == "ours":
+            raise KeyboardInterrupt
+        return Timing(0.2, 0.1, 0.3, "events"), 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.run([case(right=lambda x: x + x, ours=lambda x: 2 * x)], result(), path, killed)
+    left = json.loads(path.read_text())
+    assert not left["complete"] and [row["impl"] for row in left["rows"]] == ["right"]
+
+
+def test_inputs_that_an_implementation_changes_are_checked_against_untouched_ones():
+    assert harness.verify(case(ours=lambda x: x.mul_(2)), case(ours=lambda x: x.mul_(2)).implementations[0]) < 1
+
+
+def test_best_rival_is_of_the_same_case_and_did_not_fail():
+    rows = [
+        ROW,
+        ROW | {"impl": "eager", "ours": False, "ms": 0.004},
+        ROW | {"impl": "compile", "ours": False, "ms": 0.003},
+        ROW | {"impl": "other", "ours": False, "ms": 0.001, "case": "B3"},
+        ROW | {"impl": "broken", "ours": False, "ms": None, "failed": "why"},
+    ]
+    assert harness.best_rival(rows, "double", "B2")["impl"] == "compile"
+    assert harness.best_rival(rows[:1], "double", "B2") is None
+
+
+def test_lines_are_aligned():
+    header = harness.format_cells([name for name, _ in harness.COLUMNS])
+    line = harness.format_row(ROW, ROW | {"ms": 0.005})
+    for name, value in {
+        "ms": "0.0020",
+        "x floor": "2.00",
+        "% floor": "50.0",
+        "GB/s": "1500",
+        "x rival": "2.50",
+    }.items():
+        assert line[: header.index(f" {name} ") + len(name) + 1].endswith(f" {value}")
+    assert harness.format_row(ROW | {"ours": False}, ROW).split()[-3] == "-"
+
+
+def test_chart_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    environment = {"card": "A card", "torch": "2", "triton": "3"}
+    rows = [ROW, ROW | {"impl": "eager", "ours": False}, ROW | {"case": "B4", "failed": "why", "ms": None}]
+    for drawn in (rows, []):
+        harness.chart(result() | {"environment": environment, "rows": drawn}, tmp_path / "chart.png")
+        assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at a machine without a GPU")
+def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
+    assert harness.main("double", lambda: [case(ours=lambda x: 2 * x)], ["--out", str(tmp_path)]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
