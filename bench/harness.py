@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -179,7 +180,7 @@ def best_rival(rows: list[dict], op: str, case: str) -> dict | None:
     return min(rivals, key=lambda r: r["ms"], default=None)
 
 
-COLUMNS = (("op", -22), ("case", -24), ("implementation", -20), ("ms", 9), ("p20", 9), ("p80", 9), ("floor ms", 9),
+COLUMNS = (("op", -22), ("case", -24), ("implementation", -21), ("ms", 9), ("p20", 9), ("p80", 9), ("floor ms", 9),
            ("x floor", 8), ("% floor", 8), ("GB/s", 7), ("x rival", 8), ("error", 6), ("timing", 7))  # fmt: skip
 
 
@@ -320,7 +321,7 @@ def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] |
             "rows": [],
         }
         torch.cuda.empty_cache()
-        card = "-".join(result["environment"]["card"].lower().split())
+        card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
         partial = "-partial" if options.quick or options.only else ""  # doesn't replace a full result
         path = options.out / f"{benchmark}-{card}{partial}.json"
         print(title(result), flush=True)

@@ -240,7 +240,7 @@ class Cases:
         """Our backend and what its row is called: Triton, or what the device has in its place."""
         if self.device == "cuda" and _dispatch.unavailable("triton", op, self.device) is None:
             return "triton", "triton"
-        return "eager", "ours (eager)"
+        return "eager", "ours, eager"
 
     def _implementations(self, op, prepare, own, rivals):
         """``prepare(function, inputs)`` for each function, ours last."""
@@ -292,7 +292,7 @@ class Cases:
             )
 
         def prepare(function, s):
-            x, weight = s.x.requires_grad_(), s.weight.detach().requires_grad_()
+            x, weight = s.x.requires_grad_(), s.weight.requires_grad_()
             rows, indices, gates, logits, *_ = function(x, weight, k)
             outputs, grads = (rows, gates, logits), (s.d_rows, s.d_gates, s.d_logits)
             return lambda: (indices, *torch.autograd.grad(outputs, (x, weight), grads, retain_graph=True))

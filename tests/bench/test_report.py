@@ -62,8 +62,8 @@ def test_table_takes_the_best_rival(tmp_path):
     [
         ([row("eager", 0.4), row("triton", None, True, "wrong")], "| route | B2 | failed | 0.1 | - | 0.4 | - | - |"),
         ([row("eager", 0.4)], "| route | B2 | - | 0.1 | - | 0.4 | - | - |"),
-        ([row("eager", None, failed="wrong"), row("ours (eager)", 0.2, True)],
-         "| route | B2 | 0.2 (ours (eager)) | 0.1 | 2.00 | - | - | - |"),
+        ([row("eager", None, failed="wrong"), row("ours, eager", 0.2, True)],
+         "| route | B2 | 0.2 (ours, eager) | 0.1 | 2.00 | - | - | - |"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_failed_is_shown(rows, line, tmp_path):

@@ -125,4 +125,4 @@ def test_triton_is_ours_where_it_works_and_is_named_truly(monkeypatch):
     monkeypatch.setattr(routing, "_dispatch", SimpleNamespace(unavailable=lambda _, op, device: reasons[op]))
     cases = routing.Cases("cuda", lambda function: function)
     assert cases.route(1, 2, 3, 1).implementations[-1].name == "triton"
-    assert cases.pack(1, 2, 3).implementations[-1].name == "ours (eager)"
+    assert cases.pack(1, 2, 3).implementations[-1].name == "ours, eager"
