@@ -24,7 +24,7 @@ from .losses import (
 from .pack import Depths, Packed, choose_depths, pack_depths
 from .rope import rope
 from .route import Routed, route
-from .scatter_back import scatter_back
+from .scatter_back import scatter_back, scatter_back_
 
 __all__ = [
     "Depths",
@@ -48,5 +48,6 @@ __all__ = [
     "routing_entropy",
     "sampling_accuracy",
     "scatter_back",
+    "scatter_back_",
     "z_loss",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mor_kernels import ops
-from tests.strategies import DEVICES, normal
+from tests.strategies import DEVICES, normal, targets
 
 INDEX = torch.tensor([[0, 2, 4], [1, -1, -1]])
 FLAT = torch.tensor([0, 2, 4, 6, -1, 9])
@@ -140,6 +140,22 @@ def test_opcheck_in_place_append():
     torch.library.opcheck(torch.ops.mor_kernels.kv_append_.default, arguments)
 
 
+@targets("scatter_back")
+@pytest.mark.parametrize("residual", ["block", "delta", "none"])
+def test_opcheck_scatter_of_each_backend(device, backend, residual):
+    x, update, gates = (
+        normal(shape, 0, torch.float32).to(device).requires_grad_() for shape in [(2, 5, 4), (2, 3, 4), (2, 3)]
+    )
+    with Recorder() as recorder:
+        out = ops.scatter_back(x, update, INDEX.to(device), gates, residual=residual, backend=backend)
+        torch.autograd.grad(out.sum(), (x, update, gates))
+        with torch.no_grad():
+            ops.scatter_back_(x.clone(), update, INDEX.to(device), gates, residual=residual, backend=backend)
+    for op, args in recorder.calls:
+        torch.library.opcheck(op, [a.detach() if isinstance(a, torch.Tensor) else a for a in args])
+    assert len(recorder.calls) == 3
+
+
 @every_case
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_whole_and_once(name, device):
@@ -250,6 +266,29 @@ def test_in_place_append_compiles():
         assert torch.equal(got, want) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
 
 
+@targets("scatter_back_")
+def test_scatter_compiles_with_a_named_backend(device, backend):
+    def step(x, update, index, gates):
+        y = ops.scatter_back(x, update, index, gates, residual="delta", backend=backend)
+        with torch.no_grad():
+            stream = torch.zeros_like(x)
+            assert ops.scatter_back_(stream, update, index, gates, backend=backend) is stream
+            ops.scatter_back_(stream[0, :4], update[1], index[0], backend=backend)  # packed, and a view
+        return y, stream
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for seed in (0, 7):
+        inputs = [normal(shape, seed, torch.float32).to(device) for shape in [(2, 5, 4), (2, 3, 4), (2, 3)]]
+        index = torch.tensor([[3, -1, seed % 3], [4, 2, -1]], device=device)
+        runs = []
+        for run in (compiled, step):
+            x, update, gates = (t.clone().requires_grad_() for t in inputs)
+            outputs = run(x, update, index, gates)
+            runs.append([*outputs, *torch.autograd.grad(outputs[0].square().sum(), (x, update, gates))])
+        for got, want in zip(*runs, strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with 60 GB")
 def test_more_than_two_to_the_31_elements():
     """The last row, token and page of tensors whose offsets don't fit 32 bits."""
@@ -265,6 +304,7 @@ def test_more_than_two_to_the_31_elements():
     out = ops.scatter_back(x, routed.rows, routed.indices, torch.ones(1, 2, device="cuda"))
     assert out[0, -1, -1] == 4 and out[0, 5, 0] == 2 and out.count_nonzero() == 2 * width
     assert ops.gather(x[0], torch.tensor([length - 1], device="cuda"))[0, -1] == 2
+    assert torch.equal(ops.scatter_back_(x, routed.rows, routed.indices, torch.ones(1, 2, device="cuda")), out)
     del out
 
     cache = x[0, : 2**20].view(2**16, 16, 16, 128)  # (pages, page_size, G, d): exactly 2**31 elements

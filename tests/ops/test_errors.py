@@ -53,6 +53,13 @@ BAD = [
     (lambda: ops.scatter_back(W, W, I2), r"scatter_back: x: expected a tensor of shape \(B, N, D\) or \(M, D\)"),
     (lambda: ops.scatter_back(X, X, I2), r"scatter_back: update: expected shape \(2, 3, 4\), got \(2, 5, 4\)"),
     (lambda: ops.scatter_back(X, X[:, :3], I2, residual="add"), "scatter_back: residual: expected 'block' or"),
+    (lambda: ops.scatter_back(X, X[:, :3], I2 + 1), "scatter_back: indices: expected values of .* at most 4, got 5"),
+    (lambda: ops.scatter_back_(X, X, I2), r"scatter_back_: update: expected shape \(2, 3, 4\), got \(2, 5, 4\)"),
+    (lambda: ops.scatter_back_(X, X[:, :3], I2 + 1), "scatter_back_: indices: expected values .* at most 4, got 5"),
+    (
+        lambda: ops.scatter_back_(X[:1].expand(2, 5, 4), X[:, :3], I2),
+        r"scatter_back_: x: expected elements with a place in memory each, got an expanded .* \(0, 4, 1\)",
+    ),
     (lambda: ops.attention(Q, K[..., :3], K), r"attention: k: expected shape \(2, Tk, G, 4\), got \(2, 5, 2, 3\)"),
     (lambda: ops.attention(Q[:, :, :5], K, K), "attention: k: expected a number .* divides the 5 query heads, got 2"),
     (lambda: ops.attention(Q, K.half(), K), "attention: k: expected the dtype of q, torch.float32, got torch.float16"),
@@ -104,6 +111,25 @@ def test_message(call, message):
 def test_in_place_append_refuses_gradients():
     with pytest.raises(RuntimeError, match="kv_append_: expected no argument that needs a gradient"):
         ops.kv_append_(NEW.clone().requires_grad_(), NEW, CACHE, CACHE, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("argument", range(3))
+def test_in_place_scatter_refuses_gradients(argument):
+    tensors = [X.clone(), torch.ones(2, 3, 4), torch.ones(2, 3)]
+    tensors[argument].requires_grad_()
+    with pytest.raises(RuntimeError, match="scatter_back_: expected no argument that needs a gradient"):
+        ops.scatter_back_(*tensors[:2], I2, tensors[2])
+    with torch.no_grad():
+        ops.scatter_back_(*tensors[:2], I2, tensors[2])
+
+
+@pytest.mark.parametrize("argument", range(3))
+def test_float64_is_left_to_eager(argument):
+    tensors = [X.clone(), torch.ones(2, 3, 4), torch.ones(2, 3)]
+    tensors[argument] = tensors[argument].double()
+    with pytest.raises(RuntimeError, match="backend='triton' is not available: float64 is computed by the eager"):
+        ops.scatter_back(*tensors[:2], I2, tensors[2], backend="triton")
+    assert ops.scatter_back(*tensors[:2], I2, tensors[2]).dtype == tensors[0].dtype
 
 
 def test_an_error_writes_nothing():

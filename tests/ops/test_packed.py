@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
+from mor_kernels.ops._dispatch import unavailable
 from reference import ops as reference
 from tests import strategies as s
 
@@ -83,6 +84,36 @@ def test_gather(device, backend, rows, n, width, seed, dtype, strided):
     assert torch.equal(dx.cpu(), wanted)
 
 
+def check_scatter_back(device, backend, x, update, index, gates, residual):
+    """Forward, backward and in place, against the reference."""
+    tensors = [t for t in (x, update, gates) if t is not None]
+    a = [t.to(device).requires_grad_() for t in tensors]
+    options = {"residual": residual, "backend": backend}
+    got = ops.scatter_back(*a[:2], index.to(device), *a[2:], **options)
+    b = [t.double().requires_grad_() for t in tensors]
+    want = reference.scatter_back(*b[:2], index, *b[2:], residual=residual) if len(x) or x.dim() == 2 else b[0] * 1
+    s.assert_close(got, want, x.dtype, 0.5, "out")  # fp32 arithmetic, rounded once, to nearest
+    untouched = torch.ones(x.shape[:-1], dtype=torch.bool)
+    for rows, named in [(untouched, index)] if x.dim() == 2 else zip(untouched, index):
+        rows[named[named >= 0]] = False
+    assert torch.equal(got.cpu()[untouched], x[untouched])  # copies are bit-exact
+
+    upstream = s.normal(x.shape, 3, x.dtype, strided=not x.is_contiguous())
+    gradients = torch.autograd.grad(got, a, upstream.to(device))
+    wanted = torch.autograd.grad(want, b, upstream.double(), materialize_grads=True, allow_unused=True)
+    for name, one, other, tensor in zip(("d_x", "d_update", "d_gates"), gradients, wanted, tensors):
+        s.assert_close(one, other, tensor.dtype, 2, name)
+
+    memory = torch.full((x.shape[0] + 2, *x.shape[1:-1], 2 * x.shape[-1]), 7.0, dtype=x.dtype, device=device)
+    stream = memory[1:-1, ..., ::2] if not x.is_contiguous() else memory[1:-1, ..., : x.shape[-1]]
+    with torch.no_grad():
+        stream.copy_(x)
+        assert ops.scatter_back_(stream, a[1], index.to(device), *a[2:], **options) is stream
+    assert torch.equal(stream, got)
+    stream.fill_(7.0)
+    assert (memory == 7).all()  # nothing beside the stream was written
+
+
 @s.targets("scatter_back")
 @given(
     batch=st.integers(0, 3), length=s.sizes_or_none, k=s.sizes_or_none, width=s.sizes, seed=s.seeds, dtype=s.dtypes,
@@ -90,36 +121,50 @@ def test_gather(device, backend, rows, n, width, seed, dtype, strided):
     residual=st.sampled_from(["block", "delta", "none"]),
 )  # fmt: skip
 def test_scatter_back(device, backend, batch, length, k, width, seed, dtype, strided, gated, packed, mixed, residual):
+    s.assume_served(device, backend, dtype)
     lead, kept = ((length,), (k,)) if packed else ((batch, length), (batch, k))
-    x = s.normal((*lead, width), seed, dtype, strided)
-    update = s.normal((*kept, width), seed + 1, torch.float32 if mixed and dtype != torch.float64 else dtype)
+    others = {torch.float32: torch.float16, torch.float64: torch.float64}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gates = s.normal(kept, seed + 2, wide) if gated else None
     if packed:
         index = indices(length, k, seed)
     else:
         rows = [indices(length, k, seed + b) for b in range(batch)]
         index = torch.stack(rows) if batch else torch.empty(0, k, dtype=torch.int64)
+    check_scatter_back(
+        device,
+        backend,
+        s.normal((*lead, width), seed, dtype, strided),
+        s.normal((*kept, width), seed + 1, others.get(dtype, torch.float32) if mixed else dtype, strided),
+        index,
+        s.normal(kept, seed + 2, wide, strided) if gated else None,
+        residual,
+    )
 
-    tensors = [t for t in (x, update, gates) if t is not None]
-    a = [t.to(device).requires_grad_() for t in tensors]
-    got = ops.scatter_back(*a[:2], index.to(device), a[2] if gated else None, residual=residual, backend=backend)
-    b = [t.double().requires_grad_() for t in tensors]
-    if batch or packed:
-        want = reference.scatter_back(*b[:2], index, b[2] if gated else None, residual=residual)
-    else:
-        want = b[0] * 1
-    s.assert_close(got, want, dtype, 0.5, "out")  # fp32 arithmetic, rounded once, to nearest
-    untouched = torch.ones(lead, dtype=torch.bool)
-    flat = index if packed else torch.where(index >= 0, index + torch.arange(batch)[:, None] * length, -1).flatten()
-    untouched.view(-1)[flat[flat >= 0]] = False
-    assert torch.equal(got.cpu()[untouched], x[untouched])  # copies are bit-exact
 
-    upstream = s.normal(x.shape, seed + 3, dtype)
-    gradients = torch.autograd.grad(got, a, upstream.to(device))
-    wanted = torch.autograd.grad(want, b, upstream.double(), materialize_grads=True, allow_unused=True)
-    for name, one, other, tensor in zip(("d_x", "d_update", "d_gates"), gradients, wanted, tensors):
-        s.assert_close(one, other, tensor.dtype, 2, name)
+@s.targets("scatter_back")
+@pytest.mark.parametrize(("width", "length"), [(960, 11), (8192 + 5, 3)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("residual", ["block", "delta", "none"])
+def test_scatter_back_of_wide_rows(device, backend, width, length, gated, residual):
+    x, update = s.normal((length, width), 0, torch.float32), s.normal((3, width), 1, torch.float16)
+    gates = s.normal((3,), 2, torch.float32) if gated else None
+    check_scatter_back(device, backend, x, update, torch.tensor([length - 1, -1, 0]), gates, residual)
+
+
+@pytest.mark.parametrize("device", [d for d in s.DEVICES if unavailable("triton", "scatter_back", d) is None])
+@pytest.mark.parametrize("residual", ["block", "delta", "none"])
+def test_kernels_take_an_index_outside_the_sequence_for_none(device, residual):
+    outside = torch.tensor([[1, 5, -7, 2**40], [4, -5, 2**31, 0]], device=device)
+    none = torch.where((outside >= 0) & (outside < 5), outside, -1)
+    x, update, gates = (s.normal(shape, 0, torch.float32).to(device) for shape in [(2, 5, 3), (2, 4, 3), (2, 4)])
+    results = []
+    for index in (outside, none):
+        tensors = [t.clone().requires_grad_() for t in (x, update, gates)]
+        out = ops.scatter_back(*tensors[:2], index, tensors[2], residual=residual, backend="triton")
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+        results[-1].append(ops.scatter_back_(x.clone(), update, index, gates, residual=residual, backend="triton"))
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
 
 
 def test_scatter_of_everything_back_is_the_identity():
@@ -129,8 +174,23 @@ def test_scatter_of_everything_back_is_the_identity():
     assert torch.equal(ops.scatter_back(x, routed.rows, routed.indices, residual="none"), x)
 
 
-def test_nan_in_skipped_rows_does_not_leak():
-    x, update = torch.ones(4, 2), torch.full((2, 2), torch.nan)
-    update[0] = 1.0
-    index = torch.tensor([2, -1])
-    assert ops.scatter_back(x, update, index, torch.tensor([1.0, 0.0])).sum() == 10
+@s.targets("scatter_back")
+@pytest.mark.parametrize("residual", ["block", "delta", "none"])
+def test_nan_in_skipped_rows_does_not_leak(device, backend, residual):
+    x, update, gates = torch.ones(4, 2), torch.tensor([[1.0], [torch.nan]]).repeat(1, 2), torch.tensor([1.0, torch.nan])
+    x, update, gates = (t.to(device).requires_grad_() for t in (x, update, gates))
+    index = torch.tensor([2, -1], device=device)
+    out = ops.scatter_back(x, update, index, gates, residual=residual, backend=backend)
+    assert out.sum() == {"block": 10, "delta": 8, "none": 8}[residual]
+    _, d_update, d_gates = torch.autograd.grad(out.sum(), (x, update, gates))
+    assert d_update.tolist() == [[1, 1], [0, 0]] and d_gates.tolist() == [0 if residual == "delta" else 2, 0]
+
+
+@s.targets("scatter_back_")
+def test_autograd_sees_what_is_written_in_place(device, backend):
+    x, update = (torch.ones(n, 2, device=device) for n in (3, 1))
+    weight = torch.ones(2, device=device, requires_grad=True)
+    y = (x * weight).sum()  # saves x
+    ops.scatter_back_(x, update, torch.tensor([1], device=device), backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

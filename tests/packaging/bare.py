@@ -42,6 +42,11 @@ def append_in_place():
         return old
 
 
+def scatter_in_place():
+    with torch.no_grad():
+        return ops.scatter_back_(x.clone(), routed.rows, routed.indices, routed.gates)
+
+
 CALLS = {
     "attention": lambda: ops.attention(q, k, v),
     "attention_varlen": lambda: ops.attention_varlen(
@@ -63,6 +68,7 @@ CALLS = {
     "routing_entropy": lambda: ops.routing_entropy(logits.softmax(-1).flatten(0, 1)),
     "sampling_accuracy": lambda: ops.sampling_accuracy(~kept, kept),
     "scatter_back": lambda: ops.scatter_back(x, routed.rows, routed.indices, routed.gates),
+    "scatter_back_": scatter_in_place,
     "z_loss": lambda: ops.z_loss(logits),
 }
 

@@ -6,42 +6,72 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
-from .._indices import flat_rows
+from .._dispatch import apply, deferred, define, resolve
 from . import eager
 
 RESIDUALS = ("block", "delta", "none")
+
+
+def _fake_backward(d_out, x, update, indices, gates, dtype, residual):
+    return (
+        d_out.new_empty(0 if residual == "block" else d_out.shape),
+        d_out.new_empty(*indices.shape, d_out.shape[2], dtype=dtype),
+        d_out.new_empty(0) if gates is None else gates.new_empty(gates.shape),
+    )
+
 
 _forward = define(
     "scatter_back(Tensor x, Tensor update, Tensor indices, Tensor? gates, str residual, str backend) -> Tensor",
     fake=lambda x, update, indices, gates, residual: x.new_empty(x.shape),
     eager=eager.scatter_back,
+    triton=deferred(f"{__name__}.triton", "scatter_back"),
+)
+_in_place = define(
+    "scatter_back_(Tensor(a!) x, Tensor update, Tensor indices, Tensor? gates, str residual, str backend) -> ()",
+    fake=lambda *_: None,
+    eager=eager.scatter_back_in_place,
+    triton=deferred(f"{__name__}.triton", "scatter_back_in_place"),
 )
 _backward = define(
-    "scatter_back_backward(Tensor d_out, Tensor x, Tensor update, Tensor indices, Tensor? gates, str residual, "
-    "str backend) -> (Tensor d_x, Tensor d_update, Tensor d_gates)",
-    fake=lambda d_out, x, update, indices, gates, residual: (
-        d_out.new_empty(d_out.shape),
-        update.new_empty(update.shape),
-        update.new_empty(0) if gates is None else gates.new_empty(gates.shape),
-    ),
+    "scatter_back_backward(Tensor d_out, Tensor? x, Tensor? update, Tensor indices, Tensor? gates, ScalarType dtype, "
+    "str residual, str backend) -> (Tensor d_x, Tensor d_update, Tensor d_gates)",
+    fake=_fake_backward,
     eager=eager.scatter_back_backward,
+    triton=deferred(f"{__name__}.triton", "scatter_back_backward"),
 )
 
 
 class _ScatterBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, update, indices, gates, residual, backend):
-        ctx.save_for_backward(x, update, indices, gates)
-        ctx.residual, ctx.backend = residual, backend
+        # The gradients of x and update need neither; d_x of "block" is d_out itself, so the op leaves it out.
+        needs_x = gates is not None and residual == "delta"
+        ctx.save_for_backward(x if needs_x else None, None if gates is None else update, indices, gates)
+        ctx.scalars = (update.dtype, residual, backend)
         return _forward(x, update, indices, gates, residual, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        x, update, indices, gates = ctx.saved_tensors
-        d_x, d_update, d_gates = _backward(d_out, x, update, indices, gates, ctx.residual, ctx.backend)
-        return d_x, d_update, None, None if gates is None else d_gates, None, None
+        d_x, d_update, d_gates = _backward(d_out, *ctx.saved_tensors, *ctx.scalars)
+        gated, residual = ctx.saved_tensors[3] is not None, ctx.scalars[1]
+        return d_out if residual == "block" else d_x, d_update, None, d_gates if gated else None, None, None
+
+
+def _batched(op, x, update, indices, gates, residual):
+    """The checked tensors, packed ones as a batch of one."""
+    if not isinstance(x, torch.Tensor) or x.dim() not in (2, 3):
+        _checks.fail(op, "x", "a tensor of shape (B, N, D) or (M, D)", getattr(x, "shape", type(x).__name__))
+    *lead, width = x.shape
+    kept = ("k",) if len(lead) == 1 else (lead[0], "k")
+    _checks.tensor(op, "x", x, x.shape)
+    _checks.tensor(op, "indices", indices, kept, (torch.int64,), x)
+    _checks.tensor(op, "update", update, (*indices.shape, width), like=x)
+    if gates is not None:
+        _checks.tensor(op, "gates", gates, tuple(indices.shape), (torch.float32, torch.float64), x)
+    _checks.choice(op, "residual", residual, RESIDUALS)
+    tensors = (x, update, indices, gates)
+    return tensors if len(lead) == 2 else tuple(None if t is None else t.unsqueeze(0) for t in tensors)
 
 
 def scatter_back(
@@ -69,32 +99,43 @@ def scatter_back(
     x (M, D), update (n, D), indices and gates (n,). Deterministic, since no index occurs twice.
 
     Args:
-        x: the stream; bf16, fp16, fp32 or fp64.
+        x: the stream; bf16, fp16, fp32 or fp64; any strides.
         update: the block's output at the kept tokens; may have another floating dtype than x.
-        indices: int64, each row at most once; -1 for none.
+        indices: int64, in any order, each row at most once; -1 for none.
         gates: fp32 or fp64; default 1.
 
     Returns:
         A new stream, shape and dtype of x; gradients reach x, update and gates.
     """
     op = "scatter_back"
-    if not isinstance(x, torch.Tensor) or x.dim() not in (2, 3):
-        _checks.fail(op, "x", "a tensor of shape (B, N, D) or (M, D)", getattr(x, "shape", type(x).__name__))
-    *lead, width = x.shape
-    kept = ("k",) if len(lead) == 1 else (lead[0], "k")
-    _checks.tensor(op, "x", x, x.shape)
-    _checks.tensor(op, "indices", indices, kept, (torch.int64,), x)
-    _checks.tensor(op, "update", update, (*indices.shape, width), like=x)
-    if gates is not None:
-        _checks.tensor(op, "gates", gates, tuple(indices.shape), (torch.float32, torch.float64), x)
-    _checks.choice(op, "residual", residual, RESIDUALS)
-    out = apply(
-        _ScatterBack,
-        x.reshape(-1, width),
-        update.reshape(-1, width),
-        indices if len(lead) == 1 else flat_rows(indices, lead[1]),
-        None if gates is None else gates.reshape(-1),
-        residual,
-        resolve(op, backend, x),
-    )
-    return out.view(x.shape)
+    tensors = _batched(op, x, update, indices, gates, residual)
+    return apply(_ScatterBack, *tensors, residual, resolve(op, backend, x, update, gates)).view(x.shape)
+
+
+def scatter_back_(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    indices: torch.Tensor,
+    gates: torch.Tensor | None = None,
+    *,
+    residual: str = "block",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """As :func:`scatter_back`, bit for bit, but into the given x, of which only the kept rows are touched; no gradient.
+
+    ``update`` shares no memory with x, and no two rows of x do.
+
+    Returns:
+        x itself.
+
+    Raises:
+        RuntimeError: gradients are on and an argument needs one.
+    """
+    op = "scatter_back_"
+    tensors = _batched(op, x, update, indices, gates, residual)
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
+        _checks.fail(op, "x", "elements with a place in memory each", f"an expanded tensor, strides {x.stride()}")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, gates)):
+        raise RuntimeError("scatter_back_: expected no argument that needs a gradient (use scatter_back), got one")
+    _in_place(*tensors, residual, resolve(op, backend, x, update, gates))
+    return x

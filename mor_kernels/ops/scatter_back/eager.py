@@ -3,40 +3,60 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
+from .._indices import flat_rows
 from .._numeric import wide
 from ..gather.eager import gather
 
 
-def _write(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of x with ``rows`` at ``indices``; what is negative goes to a row past the end, which is cut off."""
-    out = x.new_empty(x.shape[0] + 1, x.shape[1])
-    out[:-1] = x
-    out[torch.where(indices >= 0, indices, len(x))] = rows.to(x.dtype)
-    return out[:-1].clone()
+def _take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """(B, k, D) rows of x (B, N, D), zeros for index -1."""
+    return gather(x.flatten(0, 1), flat_rows(indices, x.shape[1])).view(*indices.shape, x.shape[2])
+
+
+def _put_(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write ``rows`` (B, k, D) into x (B, N, D), those of index -1 nowhere."""
+    if 0 in (*indices.shape, x.shape[1]):
+        return
+    # A slot of index -1 repeats the write of its sequence's first real slot (or, without any, writes row 0 as it is):
+    # the same value to the same place, so nothing else is touched and nothing waits for the device.
+    b = torch.arange(len(x), device=x.device)[:, None]
+    real = indices >= 0
+    first = real.int().argmax(1, keepdim=True)
+    home = indices.gather(1, first).clamp(min=0)
+    rows = rows.to(x.dtype)
+    spare = torch.where(real.gather(1, first)[..., None], rows[b, first], x[b, home])
+    x.index_put_((b, torch.where(real, indices, home)), torch.where(real[..., None], rows, spare))
+
+
+def _gates(gates: torch.Tensor | None, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(B, k, 1), 0 for index -1."""
+    gates = torch.ones(indices.shape, dtype=dtype, device=indices.device) if gates is None else gates.to(dtype)
+    return torch.where(indices >= 0, gates, 0)[..., None]
+
+
+def scatter_back_in_place(x, update, indices, gates, residual, op="scatter_back_"):
+    _checks.indices(op, "indices", indices, x.shape[1])
+    dtype = wide(torch.promote_types(x.dtype, update.dtype))
+    f, kept, g = update.to(dtype), _take(x, indices).to(dtype), _gates(gates, indices, dtype)
+    row = {"block": lambda: kept + g * f, "delta": lambda: kept + g * (f - kept), "none": lambda: g * f}[residual]()
+    _put_(x, indices, row)
 
 
 def scatter_back(x, update, indices, gates, residual):
-    _checks.indices("scatter_back", "indices", indices, x.shape[0])
-    dtype = wide(torch.promote_types(x.dtype, update.dtype))
-    f, kept = update.to(dtype), gather(x, indices).to(dtype)
-    g = 1 if gates is None else gates.to(dtype)[:, None]
-    row = {"block": lambda: kept + g * f, "delta": lambda: kept + g * (f - kept), "none": lambda: g * f}[residual]()
-    return _write(x, indices, row)
+    out = x.clone(memory_format=torch.contiguous_format)
+    scatter_back_in_place(out, update, indices, gates, residual, "scatter_back")
+    return out
 
 
-def scatter_back_backward(d_out, x, update, indices, gates, residual):
-    dtype = wide(torch.promote_types(x.dtype, update.dtype))
-    dy, f = gather(d_out, indices).to(dtype), update.to(dtype)
-    g = 1 if gates is None else gates.to(dtype)[:, None]
-    d_update = (g * dy).to(update.dtype)
-    if residual == "block":
-        d_x = d_out.clone()
-    elif residual == "delta":
-        d_x = _write(d_out, indices, (1 - g) * dy)
-        f = f - gather(x, indices).to(dtype)
-    else:
-        d_x = _write(d_out, indices, torch.zeros_like(dy))
-    if gates is None:
-        return d_x, d_update, update.new_empty(0)
-    d_gates = (dy * torch.where(indices[:, None] >= 0, f, 0)).sum(-1).to(gates.dtype)
+def scatter_back_backward(d_out, x, update, indices, gates, dtype, residual):
+    compute = wide(torch.promote_types(d_out.dtype, dtype))
+    dy, g = _take(d_out, indices).to(compute), _gates(gates, indices, compute)
+    d_update = (g * dy).to(dtype)
+    d_x, d_gates = d_out.new_empty(0), d_out.new_empty(0)
+    if residual != "block":
+        d_x = d_out.clone(memory_format=torch.contiguous_format)
+        _put_(d_x, indices, (1 - g) * dy if residual == "delta" else torch.zeros_like(dy))
+    if gates is not None:
+        f = update.to(compute) - (_take(x, indices).to(compute) if residual == "delta" else 0)
+        d_gates = (dy * torch.where(indices[..., None] >= 0, f, 0)).sum(-1).to(gates.dtype)
     return d_x, d_update, d_gates
