@@ -10,6 +10,7 @@ import torch
 
 from mor_kernels import ops
 from mor_kernels.ops import _dispatch
+from tests.strategies import DEVICES
 
 X, W = torch.ones(2, 5, 4), torch.ones(4)
 I2 = torch.tensor([[0, 1, 4], [2, -1, -1]])
@@ -125,11 +126,14 @@ def test_in_place_scatter_refuses_gradients(argument):
 
 @pytest.mark.parametrize("argument", range(3))
 def test_float64_is_left_to_eager(argument):
-    tensors = [X.clone(), torch.ones(2, 3, 4), torch.ones(2, 3)]
-    tensors[argument] = tensors[argument].double()
+    x, update, gates = (
+        torch.ones(shape, dtype=torch.float64 if i == argument else torch.float32, device=DEVICES[-1])
+        for i, shape in enumerate([(2, 5, 4), (2, 3, 4), (2, 3)])
+    )
+    index = I2.to(x.device)
     with pytest.raises(RuntimeError, match="backend='triton' is not available: float64 is computed by the eager"):
-        ops.scatter_back(*tensors[:2], I2, tensors[2], backend="triton")
-    assert ops.scatter_back(*tensors[:2], I2, tensors[2]).dtype == tensors[0].dtype
+        ops.scatter_back(x, update, index, gates, backend="triton")
+    assert ops.scatter_back(x, update, index, gates).dtype == x.dtype
 
 
 def test_an_error_writes_nothing():
