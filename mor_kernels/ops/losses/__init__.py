@@ -11,57 +11,59 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
+from .._dispatch import apply, deferred, define, resolve
 from .._numeric import wide
 from . import eager
 
 
-def _scalar(t):
-    return t.new_empty((), dtype=wide(t.dtype))
-
-
-def _define(name, arguments, **functions):
-    """A loss is two ops: the value, and its gradient for the first argument."""
+def _define(name, arguments, **saved):
+    """A loss is two ops: the value, and its gradient for the first argument. What the latter needs of the former's sums
+    are the tensors ``saved``, name -> fake."""
+    tensors = ", ".join(f"Tensor {tensor}" for tensor in saved)
     forward = define(
-        f"{name}({arguments}, str backend) -> Tensor", fake=lambda t, *_: _scalar(t), eager=functions["value"]
+        f"{name}({arguments}, str backend) -> (Tensor loss, {tensors})",
+        fake=lambda t, *rest: (t.new_empty((), dtype=wide(t.dtype)), *(fake(t, *rest) for fake in saved.values())),
+        eager=getattr(eager, name),
+        triton=deferred(f"{__name__}.triton", name),
     )
     backward = define(
-        f"{name}_backward(Tensor d_loss, {arguments}, str backend) -> Tensor",
-        fake=lambda d_loss, t, *_: t.new_empty(t.shape),
-        eager=functions["gradient"],
+        f"{name}_backward(Tensor d_loss, {tensors}, {arguments}, str backend) -> Tensor",
+        fake=lambda _, *args: args[len(saved)].new_empty(args[len(saved)].shape),
+        eager=getattr(eager, f"{name}_backward"),
+        triton=deferred(f"{__name__}.triton", f"{name}_backward"),
     )
 
     class Loss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            ctx.save_for_backward(*[a for a in args if isinstance(a, torch.Tensor)])
+            loss, *sums = forward(*args)
+            ctx.save_for_backward(*sums, *[a for a in args if isinstance(a, torch.Tensor)])
             ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
             ctx.is_tensor = [isinstance(a, torch.Tensor) for a in args]
-            return forward(*args)
+            return loss
 
         @staticmethod
         @once_differentiable
         def backward(ctx, d_loss):
-            saved = iter(ctx.saved_tensors)
-            args = [next(saved) if t else a for t, a in zip(ctx.is_tensor, ctx.args)]
-            return (backward(d_loss, *args), *[None] * (len(args) - 1))
+            tensors = iter(ctx.saved_tensors)
+            sums = [next(tensors) for _ in saved]
+            args = [next(tensors) if t else a for t, a in zip(ctx.is_tensor, ctx.args)]
+            return (backward(d_loss, *sums, *args), *[None] * (len(args) - 1))
 
     return functools.partial(apply, Loss)
 
 
-_aux = _define(
-    "aux_loss",
-    "Tensor logits, Tensor kept, Tensor? candidates, Tensor? seqlens",
-    value=eager.aux_loss,
-    gradient=eager.aux_loss_backward,
-)
-_z = _define("z_loss", "Tensor logits, Tensor? valid", value=eager.z_loss, gradient=eager.z_loss_backward)
-_balance = _define(
-    "balance_loss",
-    "Tensor probs, Tensor depths, str scope",
-    value=eager.balance_loss,
-    gradient=eager.balance_loss_backward,
-)
+def _fake_count(t, *_):
+    return t.new_empty((), dtype=torch.int64)
+
+
+def _fake_slope(probs, depths, scope):
+    return probs.new_empty(1 if scope == "batch" else probs.shape[0], probs.shape[2], dtype=wide(probs.dtype))
+
+
+_aux = _define("aux_loss", "Tensor logits, Tensor kept, Tensor? candidates, Tensor? seqlens", count=_fake_count)
+_z = _define("z_loss", "Tensor logits, Tensor? valid", count=_fake_count)
+_balance = _define("balance_loss", "Tensor probs, Tensor depths, str scope", count=_fake_count, slope=_fake_slope)
 
 
 def aux_loss(

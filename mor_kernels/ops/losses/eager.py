@@ -8,65 +8,60 @@ from .._numeric import bounded, wide
 
 
 def _targets(logits, kept, candidates, seqlens):
-    """Whether "was kept" (B, C) in the losses' dtype, and which candidates are real (B, C)."""
+    """Which candidates were kept, and which are real, (B, C) each."""
     batch, scored = logits.shape
     _, valid = candidate_positions(batch, scored, candidates, seqlens, logits.device)
     local = locate(kept, candidates, scored)
-    target = torch.zeros(batch, scored + 1, dtype=wide(logits.dtype), device=logits.device).scatter_(1, local, 1.0)
+    target = torch.zeros(batch, scored + 1, dtype=torch.bool, device=logits.device).scatter_(1, local, True)
     return target[:, :scored], valid
 
 
 def aux_loss(logits, kept, candidates, seqlens):
     target, valid = _targets(logits, kept, candidates, seqlens)
-    logits = torch.where(valid, bounded(logits.to(target.dtype)), 0)
-    each = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-    return torch.where(valid, each, 0).sum() / valid.sum().clamp(min=1)
+    logits = bounded(logits.to(wide(logits.dtype)))
+    each = -F.logsigmoid(torch.where(target, logits, -logits))
+    count = valid.sum().clamp(min=1)
+    return torch.where(valid, each, 0).sum() / count, count
 
 
-def aux_loss_backward(d_loss, logits, kept, candidates, seqlens):
+def aux_loss_backward(d_loss, count, logits, kept, candidates, seqlens):
     target, valid = _targets(logits, kept, candidates, seqlens)
-    d_logits = (logits.to(target.dtype).sigmoid() - target) * (d_loss / valid.sum().clamp(min=1))
+    dtype = wide(logits.dtype)
+    d_logits = (logits.to(dtype).sigmoid() - target.to(dtype)) * (d_loss / count)
     return torch.where(valid, d_logits, 0).to(logits.dtype)
 
 
-def _count(logits, valid):
-    return logits[..., 0].numel() if valid is None else valid.sum()
-
-
 def z_loss(logits, valid):
+    valid = logits.new_ones(logits.shape[:2], dtype=torch.bool) if valid is None else valid
     square = bounded(logits.to(wide(logits.dtype))).logsumexp(-1).square()
-    square = square if valid is None else torch.where(valid, square, 0)
-    count = torch.as_tensor(_count(logits, valid), device=logits.device).clamp(min=1)
-    return square.sum() / count
+    count = valid.sum().clamp(min=1)
+    return torch.where(valid, square, 0).sum() / count, count
 
 
-def z_loss_backward(d_loss, logits, valid):
+def z_loss_backward(d_loss, count, logits, valid):
     logits_wide = bounded(logits.to(wide(logits.dtype)))
-    count = torch.as_tensor(_count(logits, valid), device=logits.device).clamp(min=1)
     d_logits = logits_wide.softmax(-1) * (2 * logits_wide.logsumexp(-1, keepdim=True) * (d_loss / count))
     d_logits = d_logits if valid is None else torch.where(valid[..., None], d_logits, 0)
     return d_logits.to(logits.dtype)
 
 
-def _groups(probs, depths, scope):
-    """probs and one-hot depths as (groups, tokens, Nr), whether a token is real, and tokens in each group."""
-    experts = probs.shape[-1]
-    if scope == "batch":
-        probs, depths = probs.reshape(1, -1, experts), depths.reshape(1, -1)
-    real = depths > 0
-    chosen = depths[..., None] == torch.arange(1, experts + 1, device=depths.device)
-    return probs.to(wide(probs.dtype)), chosen, real, real.sum(1).clamp(min=1)
+def _by_group(values, scope):
+    """(B, N, ...) as (groups, tokens, ...)."""
+    return values.reshape(1, -1, *values.shape[2:]) if scope == "batch" else values
 
 
 def balance_loss(probs, depths, scope):
-    p, chosen, real, tokens = _groups(probs, depths, scope)
-    f = p.shape[-1] * chosen.sum(1).to(p.dtype) / tokens[:, None]
-    mean_p = torch.where(real[..., None], p, 0).sum(1) / tokens[:, None]
-    return (f * mean_p).sum() / real.any(1).sum().clamp(min=1)
+    """Also returns the groups that have tokens, at least 1, and in each (groups, Nr) the loss's slope along p_i."""
+    dtype, experts = wide(probs.dtype), probs.shape[-1]
+    probs, depths = _by_group(probs, scope), _by_group(depths, scope)
+    real = depths > 0
+    chosen = (depths[..., None] == torch.arange(1, experts + 1, device=depths.device)).sum(1)
+    tokens = real.sum(1, keepdim=True).clamp(min=1)
+    slope = experts * chosen.to(dtype) / tokens / tokens
+    count = real.any(1).sum().clamp(min=1)
+    return (slope * torch.where(real[..., None], probs.to(dtype), 0).sum(1)).sum() / count, count, slope
 
 
-def balance_loss_backward(d_loss, probs, depths, scope):
-    p, chosen, real, tokens = _groups(probs, depths, scope)
-    f = p.shape[-1] * chosen.sum(1).to(p.dtype) / tokens[:, None]
-    d_p = f * (d_loss / real.any(1).sum().clamp(min=1)) / tokens[:, None]
-    return torch.where(real[..., None], d_p[:, None], 0).to(probs.dtype).reshape(probs.shape)
+def balance_loss_backward(d_loss, count, slope, probs, depths, scope):
+    d_p = torch.where(_by_group(depths, scope)[..., None] > 0, (slope * (d_loss / count))[:, None], 0)
+    return d_p.to(probs.dtype).reshape(probs.shape)

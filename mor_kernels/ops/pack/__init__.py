@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
-from .._numeric import bounded, wide
+from .._dispatch import apply, deferred, define, resolve
+from .._numeric import wide
 from . import eager
 
 
@@ -31,6 +32,7 @@ _pack = define(
     "pack_depths(Tensor depths, SymInt num_recursions, str backend) -> (Tensor indices, Tensor cu_seqlens)",
     fake=_fake,
     eager=eager.pack_depths,
+    triton=deferred(f"{__name__}.triton", "pack_depths"),
 )
 
 
@@ -72,17 +74,51 @@ class Depths(NamedTuple):
     probs: torch.Tensor  # (B, N, Nr) fp32: softmax or sigmoid of the logits
 
 
+_choose = define(
+    "choose_depths(Tensor logits, Tensor? bias, Tensor? valid, str activation, str backend)"
+    " -> (Tensor depths, Tensor probs)",
+    fake=lambda logits, *_: (
+        logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+        logits.new_empty(logits.shape, dtype=wide(logits.dtype)),
+    ),
+    eager=eager.choose_depths,
+    triton=deferred(f"{__name__}.triton", "choose_depths"),
+)
+_choose_backward = define(
+    "choose_depths_backward(Tensor d_probs, Tensor logits, Tensor probs, str activation, str backend) -> Tensor",
+    fake=lambda d_probs, logits, *_: logits.new_empty(logits.shape),
+    eager=eager.choose_depths_backward,
+    triton=deferred(f"{__name__}.triton", "choose_depths_backward"),
+)
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, bias, valid, activation, backend):
+        depths, probs = _choose(logits, bias, valid, activation, backend)
+        ctx.mark_non_differentiable(depths)
+        ctx.save_for_backward(logits, probs)
+        ctx.activation, ctx.backend = activation, backend
+        return depths, probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, d_probs):
+        return _choose_backward(d_probs, *ctx.saved_tensors, ctx.activation, ctx.backend), None, None, None, None
+
+
 def choose_depths(
     logits: torch.Tensor,
     *,
     activation: str = "softmax",
     bias: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> Depths:
     """Token-choice: each token's depth is the expert with the best score, ties to the shallower (paper, equation 2).
 
     A logit that is not a number is never chosen unless all are (then depth 1); infinite ones count as the largest
-    finite number.
+    finite number. Neither gets a gradient.
 
     Args:
         logits: (B, N, Nr) router outputs, already divided by the temperature.
@@ -101,10 +137,5 @@ def choose_depths(
         _checks.tensor("choose_depths", "bias", bias, (logits.shape[-1],), like=logits)
     if valid is not None:
         _checks.tensor("choose_depths", "valid", valid, tuple(logits.shape[:2]), (torch.bool,), logits)
-    logits = bounded(logits.to(wide(logits.dtype)))
-    unknown = logits.isnan()
-    logits = torch.where(unknown, torch.finfo(logits.dtype).min, logits)
-    probs = logits.softmax(-1) if activation == "softmax" else logits.sigmoid()
-    scores = logits.detach() if bias is None else probs.detach() + bias  # logits rank alike and don't saturate
-    depths = torch.where(unknown, -torch.inf, scores).argmax(-1) + 1
-    return Depths(depths if valid is None else torch.where(valid, depths, 0), probs)
+    backend = resolve("choose_depths", backend, logits, bias)
+    return Depths(*apply(_Choose, logits, bias, valid, activation, backend))
