@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +24,12 @@ def compare(got, want, dtype):
     # gates and logits are fp32 whatever the dtype of x: one rounding each, and an fp32 sum
     s.assert_close(got.gates, want.gates, wide, message="gates")
     s.assert_close(got.logits, want.logits, wide, message="logits")
+
+
+def projected(routed, seed):
+    """A loss that gives rows, gates and logits random gradients."""
+    outputs = (routed.rows, routed.gates, routed.logits)
+    return sum((t.double() * s.normal(t.shape, seed + i).to(t.device)).sum() for i, t in enumerate(outputs))
 
 
 @s.targets("route")
@@ -48,6 +56,7 @@ def test_equals_reference(
     rank,
     temperature,
 ):
+    s.assume_served(device, backend, dtype)
     make = s.tied if ties or dtype != torch.float64 else s.normal  # exact sums, so that rounding can't change a rank
     x = make((batch, length, width), seed, dtype)
     x = x if not strided or not batch else torch.stack((x, -x), dim=-1)[..., 0]
@@ -72,10 +81,8 @@ def test_equals_reference(
     for one, other in zip(repeated, got):
         assert torch.equal(one, other)
 
-    weights = [s.normal(t.shape, seed + i) for i, t in enumerate((want.rows, want.gates, want.logits))]
-    loss = sum((t.to(torch.float64) * move(v)).sum() for t, v in zip((got.rows, got.gates, got.logits), weights))
-    dx, dw = torch.autograd.grad(loss, (a, w))
-    wanted = sum((t * v).sum() for t, v in zip((want.rows, want.gates, want.logits), weights))
+    dx, dw = torch.autograd.grad(projected(got, seed), (a, w))
+    wanted = projected(want, seed)
     if wanted.requires_grad:
         dx64, dw64 = torch.autograd.grad(wanted, (x64, w64), materialize_grads=True)
     else:
@@ -88,10 +95,47 @@ def test_equals_reference(
 @s.targets("route")
 @given(batch=s.sizes, length=s.sizes, seed=s.seeds, data=st.data())
 def test_ready_logits(device, backend, batch, length, seed, data):
-    logits, k = s.tied((batch, length), seed), data.draw(st.integers(0, length))
-    x = s.normal((batch, length, 3), seed)
-    got = ops.route(x.to(device), None, k, logits=logits.to(device), temperature=2.0, backend=backend)
-    compare(got, reference.route(x, None, k, logits=logits, temperature=2.0), torch.float64)
+    dtype = torch.float64 if backend == "eager" else torch.float32
+    logits, k = s.tied((batch, length), seed, dtype), data.draw(st.integers(0, length))
+    x = s.normal((batch, length, 3), seed, dtype)
+    a, l = (t.to(device).requires_grad_() for t in (x, logits))
+    got = ops.route(a, None, k, logits=l, temperature=2.0, backend=backend)
+    x64, l64 = (t.double().requires_grad_() for t in (x, logits))
+    want = reference.route(x64, None, k, logits=l64, temperature=2.0)
+    compare(got, want, dtype)
+    gradients = torch.autograd.grad(projected(got, seed), (a, l))
+    wanted = torch.autograd.grad(projected(want, seed), (x64, l64), materialize_grads=True)
+    for name, one, other in zip(("d_x", "d_logits"), gradients, wanted):
+        s.assert_close(one, other, dtype, 4, name, cancels=0.25)
+
+
+@s.targets("route")
+@pytest.mark.parametrize("logits", ["tied", "normal", "equal", "unknown"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, monkeypatch):
+    """The same choice where a sequence is more than what one program of a kernel selects among."""
+    if backend == "triton":
+        monkeypatch.setattr(importlib.import_module("mor_kernels.ops.route.triton"), "CHUNK", 16)
+    batch, length = 2, 69
+    make = {"tied": s.tied, "normal": s.normal, "equal": lambda *shape: torch.full(shape[0], -0.5)}
+    values = make.get(logits, s.normal)((batch, length), 0).float()
+    if logits == "unknown":  # with infinities, zeros of both signs, and what is no number
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+        values = torch.where(values > 0.3, special.repeat(batch, length)[:, :length], values)
+    candidates = s.subset(batch, length, 1) if nested else None
+    if nested:
+        values = values[:, : candidates.shape[1]].contiguous()
+    x = s.normal((batch, length, 2), 3, torch.float32)
+    for k in (0, 1, 30, values.shape[1]):
+        for seqlens in (None, torch.tensor([40, 0])):
+            move = lambda t: None if t is None else t.to(device)  # noqa: E731
+            options = {"candidates": candidates, "seqlens": seqlens, "logits": values}
+            want = ops.route(x, None, k, backend="eager", **options)
+            got = ops.route(move(x), None, k, backend=backend, **{n: move(t) for n, t in options.items()})
+            for one, other in zip((got.rows, got.indices, got.counts), (want.rows, want.indices, want.counts)):
+                assert torch.equal(one.cpu(), other)
+            torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=0, atol=0, equal_nan=True)
+            s.assert_close(got.gates, want.gates, torch.float32)
 
 
 def choose(logits, k, **options):

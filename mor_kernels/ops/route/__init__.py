@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
+from .._dispatch import apply, deferred, define, resolve
 from .._numeric import wide
 from . import eager
 
@@ -37,8 +37,10 @@ def _fake(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
 
 
 def _fake_backward(d_rows, d_gates, d_logits, x, weight, logits, candidates, seqlens, indices, *scalars):
-    d_weight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
-    return x.new_empty(x.shape), d_weight, d_logits.new_empty(d_logits.shape)
+    """d_x, and the gradient of the weight or of the ready logits; the other of the two is empty."""
+    if weight is None:
+        return x.new_empty(x.shape), x.new_empty(0), d_logits.new_empty(d_logits.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_logits.new_empty(0)
 
 
 _forward = define(
@@ -47,6 +49,7 @@ _forward = define(
     " -> (Tensor rows, Tensor indices, Tensor gates, Tensor logits, Tensor counts)",
     fake=_fake,
     eager=eager.route,
+    triton=deferred(f"{__name__}.triton", "route"),
 )
 _backward = define(
     "route_backward(Tensor d_rows, Tensor d_gates, Tensor d_logits, Tensor x, Tensor? weight, Tensor logits, "
@@ -54,6 +57,7 @@ _backward = define(
     " -> (Tensor d_x, Tensor d_weight, Tensor d_logits)",
     fake=_fake_backward,
     eager=eager.route_backward,
+    triton=deferred(f"{__name__}.triton", "route_backward"),
 )
 
 
@@ -148,4 +152,4 @@ def route(
         _checks.fail("route", "temperature", "a number > 0", temperature)
     tensors = (x, weight, logits, candidates, seqlens, indices)
     scalars = (activation, float(alpha), float(temperature), rank)
-    return Routed(*apply(_Route, *tensors, k, *scalars, resolve("route", backend, x)))
+    return Routed(*apply(_Route, *tensors, k, *scalars, resolve("route", backend, x, weight, logits)))

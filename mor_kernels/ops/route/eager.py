@@ -83,14 +83,13 @@ def route_backward(
     d_rows = d_rows.reshape(-1, width).to(dtype)
     d_x = gather_backward(d_rows, flat_rows(indices, length), batch * length).view(batch, length, width)
     if weight is None:
-        d_weight = x.new_empty(0)
-    else:
-        d_score = torch.zeros(batch, length + 1, dtype=dtype, device=x.device)
-        d_score.scatter_(1, torch.where(valid, position, length), torch.where(valid, d_logits, 0))
-        d_score = d_score[:, :length]
-        scored_rows = torch.zeros(batch, length + 1, dtype=torch.bool, device=x.device)
-        scored_rows = scored_rows.scatter_(1, torch.where(valid, position, length), True)[:, :length, None]
-        d_x = d_x + d_score[..., None] * weight.to(dtype)
-        scored_rows = torch.where(scored_rows, x, 0).to(dtype).view(-1, width)
-        d_weight = torch.mv(scored_rows.T, d_score.reshape(-1)).to(weight.dtype)
-    return d_x.to(x.dtype), d_weight, d_logits
+        return d_x.to(x.dtype), x.new_empty(0), d_logits
+    d_score = torch.zeros(batch, length + 1, dtype=dtype, device=x.device)
+    d_score.scatter_(1, torch.where(valid, position, length), torch.where(valid, d_logits, 0))
+    d_score = d_score[:, :length]
+    scored_rows = torch.zeros(batch, length + 1, dtype=torch.bool, device=x.device)
+    scored_rows = scored_rows.scatter_(1, torch.where(valid, position, length), True)[:, :length, None]
+    d_x = d_x + d_score[..., None] * weight.to(dtype)
+    scored_rows = torch.where(scored_rows, x, 0).to(dtype).view(-1, width)
+    d_weight = torch.mv(scored_rows.T, d_score.reshape(-1)).to(weight.dtype)
+    return d_x.to(x.dtype), d_weight, d_logits.new_empty(0)
