@@ -1,0 +1,337 @@
+"""Run as a script: compile the library's Triton kernels for A100 and H100 on a machine that needs no GPU, and fail on
+what would make them slow or unlaunchable there: a spill, a stack frame, too much shared memory.
+
+    python tests/aot.py   # with TRITON_INTERPRET unset
+
+Nothing here lists kernels or their settings: the library's own launchers run, on tensors that have a shape and a dtype
+but no memory, and every launch is compiled in place of being made. A scenario (:data:`SCENARIOS`) is a call of an op; a
+kernel that no scenario reaches fails the gate.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib
+import io
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from mor_kernels import ops
+from mor_kernels.ops import _dispatch
+
+# Dynamic shared memory of a block, and of all blocks on a multiprocessor, in bytes (CUDA programming guide).
+SHARED = {80: (163 * 1024, 164 * 1024), 90: (227 * 1024, 228 * 1024)}
+GRID = (2**31 - 1, 65535, 65535)
+
+# Kernels that may have a stack frame (an array indexed by a value that isn't known when compiling), and its bytes.
+STACK_FRAMES: dict[str, int] = {}
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1"}
+
+WIDTHS = (64, 576, 960, 1536, 2048, 4096, 10000)
+STREAMS = [(width, dtype) for width in WIDTHS for dtype in (BF16, FP32)] + [(576, FP16), (1001, BF16)]
+B, N, K, NR = 4, 2048, 1024, 3
+
+
+def floats(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def scenarios() -> Iterator[Callable]:
+    """Calls of the ops that together launch every kernel at every setting in use; each is differentiated as well.
+
+    What doesn't change the code that is compiled (B, and mostly N and k) doesn't vary.
+    """
+    for width, dtype in STREAMS:
+        x, update = floats(B, N, width, dtype=dtype), floats(B, K, width, dtype=dtype)
+        yield partial(ops.gather, x.flatten(0, 1), whole(B * K))
+        yield partial(ops.route, x, floats(width), K)
+        yield partial(ops.scatter_back, x, update, whole(B, K), floats(B, K))
+
+    yield partial(ops.gather, floats(576, B * N, dtype=BF16).T, whole(B * K))
+
+    for length in (N, 16384, 131072):
+        x, k = floats(B, length, 960, dtype=BF16), length // 4
+        among = {"candidates": whole(B, length // 2), "seqlens": whole(B, dtype=torch.int32)}
+        yield partial(ops.route, x, floats(960), k)
+        yield partial(ops.route, x, floats(960), k, **among)
+        yield partial(ops.route, x, floats(960), k, **among, indices=whole(B, k))
+        yield partial(ops.route, x, None, k, **among, logits=floats(B, length // 2))
+        yield partial(ops.pack_depths, whole(B, length), NR)
+        yield partial(ops.aux_loss, floats(B, length), whole(B, k))
+        yield partial(ops.aux_loss, floats(B, length // 2), whole(B, k), **among)
+        yield partial(ops.z_loss, floats(B, length))
+        yield partial(ops.z_loss, floats(B, length, NR), valid=whole(B, length, dtype=torch.bool))
+        for scope in ("sequence", "batch"):
+            yield partial(ops.balance_loss, floats(B, length, NR), whole(B, length), scope=scope)
+    x, update = floats(B, N, 960, dtype=BF16), floats(B, K, 960, dtype=BF16)
+    yield partial(ops.route, x, floats(960, dtype=BF16), K)
+    yield partial(ops.route, x, floats(960), K, indices=whole(B, K))
+    yield partial(ops.route, x, None, K, logits=floats(B, N))
+    for activation in ("sigmoid", "tanh", "none"):
+        yield partial(ops.route, x, floats(960), K, activation=activation, rank="score")
+    for residual in ("block", "delta", "none"):
+        yield partial(ops.scatter_back, x, update, whole(B, K), residual=residual)
+        yield partial(ops.scatter_back, x, update, whole(B, K), floats(B, K), residual=residual)
+    yield partial(ops.scatter_back_, x.detach(), update.detach(), whole(B, K), floats(B, K).detach())
+
+
+class StandIn(DriverBase):
+    """What compiling asks of a driver."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cuda", 0)
+
+    def map_python_to_cpp_type(self, type):
+        return type
+
+    def get_benchmarker(self):
+        raise NotImplementedError("no settings are chosen by measuring: there is no GPU")
+
+
+@dataclasses.dataclass
+class Build:
+    """One kernel, compiled for one architecture at one launch setting."""
+
+    kernel: str
+    setting: str
+    arch: int
+    registers: int
+    stack: int
+    spills: tuple[int, int]  # bytes stored, bytes loaded
+    shared: int
+    warps: int
+    wide_loads: int  # 16-byte loads from global memory in the code
+    serialized: bool  # ptxas waits after each wgmma
+
+    def occupancy(self) -> int:
+        """Warps that fit a multiprocessor: of 64, as registers and shared memory allow, in whole blocks."""
+        by_registers = 65536 // (32 * max(-(-self.registers // 8) * 8, 8)) // self.warps
+        by_shared = SHARED[self.arch][1] // (self.shared + 1024)
+        return self.warps * min(64 // self.warps, 32, by_registers, by_shared)
+
+    def faults(self) -> list[str]:
+        limit = SHARED[self.arch][0]
+        found = []
+        if any(self.spills):
+            found.append(f"spills registers: {self.spills[0]} bytes stored, {self.spills[1]} loaded")
+        elif self.stack > STACK_FRAMES.get(self.kernel, 0):
+            found.append(f"has a stack frame of {self.stack} bytes")
+        if self.shared > limit:
+            found.append(f"takes {self.shared} bytes of shared memory; a block has {limit}")
+        if self.serialized:
+            found.append("has its wgmma instructions serialized by ptxas")
+        return [f"{self.kernel} ({self.setting}) on sm_{self.arch} {fault}" for fault in found]
+
+
+def name_of(kernel: JITFunction) -> str:
+    module = kernel.fn.__module__.removeprefix("mor_kernels.ops.").removesuffix(".triton")
+    return f"{module}.{kernel.fn.__name__}"
+
+
+def setting_of(kernel: JITFunction, args: tuple, options: dict) -> str:
+    """What the compiled code depends on: types, specialised integers, constants, options."""
+    names = [parameter.name for parameter in kernel.params]
+    values = {**dict(zip(names, args)), **options}
+    types, others = [], []
+    for parameter in kernel.params:
+        value = values.pop(parameter.name, None)
+        if parameter.is_constexpr or isinstance(value, int) and not parameter.do_not_specialize:
+            others.append(f"{parameter.name}={value}")
+        elif value is None or isinstance(value, torch.Tensor):
+            types.append("-" if value is None else SHORT[value.dtype])
+    return " ".join([",".join(types), *others, *(f"{name}={value}" for name, value in values.items())])
+
+
+def inspect(name: str, setting: str, arch: int, compiled, log: str) -> Build:
+    """What ptxas said of a kernel (of all its functions), and what its PTX shows."""
+    ptx = compiled.asm["ptx"]
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    stack, stores, loads = (max(map(int, column)) for column in zip(*frames))
+    return Build(
+        kernel=name,
+        setting=setting,
+        arch=arch,
+        registers=max(map(int, re.findall(r"Used (\d+) registers", log))),
+        stack=stack,
+        spills=(stores, loads),
+        shared=compiled.metadata.shared,
+        warps=int(re.search(r"\.(?:req|max)ntid (\d+)", ptx)[1]) // 32,
+        wide_loads=len(
+            re.findall(r"\bld\.global[\w.:]*\.(?:v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]16)|\bcp\.async\.cg\.", ptx)
+        ),
+        serialized="wgmma.mma_async instructions are serialized" in log,
+    )
+
+
+def compile_launches(
+    arch: int, calls: Iterable[tuple[str, Callable]]
+) -> tuple[list[Build], set[JITFunction], set[str]]:
+    """Make the calls, each with a name, and compile what they launch: the builds, the kernels, what failed.
+
+    Each process serves one architecture, since Triton keeps what it compiled by the number of the device.
+    """
+    builds, kernels, faults, logs, known = [], set(), set(), [], {}
+    compile_or_launch, run_tool = JITFunction.run, subprocess.run
+
+    def run_and_log(command, **options):
+        finished = run_tool(command, **options)
+        if "ptxas" in Path(command[0]).name and hasattr(
+            options.get("stderr"), "name"
+        ):  # Triton deletes the file after this call
+            logs.append(Path(options["stderr"].name).read_text())
+        return finished
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        name, setting = name_of(kernel), setting_of(kernel, args, options)
+        kernels.add(kernel)
+        if any(not 0 < n <= most for n, most in zip(grid, GRID)):
+            faults.add(f"{name} ({setting}) has a grid of {grid}; at most {GRID} can be launched")
+        logs.clear()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # where Triton writes the PTX that ptxas refused
+                compiled = compile_or_launch(kernel, *args, grid=grid, warmup=True, **options)
+        except Exception as error:
+            cause = error.__cause__ or error  # inside a function that the kernel calls
+            faults.add(
+                f"{name} ({setting}) doesn't compile for sm_{arch}: {type(cause).__name__}: {str(cause)[-2000:]}"
+            )
+            return
+        if id(compiled) not in known:
+            known[id(compiled)] = compiled  # kept, so that no other has its id
+            builds.append(inspect(name, setting, arch, compiled, "\n".join(logs)))
+
+    triton.runtime.driver.set_active(StandIn(arch))
+    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(subprocess, "run", run_and_log):
+        for name, call in calls:
+            try:
+                call()
+            except Exception as error:
+                *_, (file, line, *_) = traceback.extract_tb(error.__traceback__)
+                faults.add(f"{name}: {type(error).__name__} on tensors without memory, {file}:{line}: {error}")
+    return builds, kernels, faults
+
+
+def forgotten(modules: Iterable[ModuleType], launched: set[JITFunction]) -> list[str]:
+    """Triton functions of the modules that were neither launched nor are called from any that was."""
+    reached = set()
+    waiting = list(launched)
+    while waiting:
+        function = waiting.pop()
+        if function not in reached:
+            reached.add(function)
+            used = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
+            waiting += [other for other in used if isinstance(other, JITFunction)]
+    defined = {value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
+    return sorted(name_of(function) for function in defined - reached)
+
+
+class TritonOnly(TorchDispatchMode):
+    """Ops of the library run their Triton implementation, if they have one, whatever the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix(f"{_dispatch.NAMESPACE}::")
+        implementation = _dispatch._implementations.get(name, {}).get("triton")
+        if implementation is None:
+            return function(*args, **(kwargs or {}))
+        self.ran.add(name)
+        return implementation(*args[:-1])
+
+
+def differentiate(call: Callable) -> None:
+    outputs = call()
+    outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None and t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+
+
+def kernel_modules() -> list[ModuleType]:
+    found = pkgutil.walk_packages(ops.__path__, "mor_kernels.ops.")
+    return [importlib.import_module(m.name) for m in found if m.name.rpartition(".")[2] in ("triton", "_triton")]
+
+
+def gate(arch: int) -> tuple[list[Build], set[str]]:
+    """The scenarios on one architecture: the builds and what is wrong."""
+    with TritonOnly() as mode:
+        builds, kernels, faults = compile_launches(
+            arch, ((call.func.__name__, partial(differentiate, call)) for call in scenarios())
+        )
+    faults |= {fault for build in builds for fault in build.faults()}
+    ops_there = {name for name, backends in _dispatch._implementations.items() if "triton" in backends}
+    missing = [*(ops_there - mode.ran), *forgotten(kernel_modules(), kernels)]
+    faults |= {f"{name} has a Triton implementation that no scenario in {Path(__file__).name} runs" for name in missing}
+    return builds, faults
+
+
+def table(builds: list[Build]) -> str:
+    lines = [("kernel", "sm", "registers", "spilled", "shared", "warps/SM", "16-byte loads", "setting")]
+    for b in sorted(builds, key=lambda b: (b.kernel, b.setting, b.arch)):
+        lines.append((b.kernel, b.arch, b.registers, sum(b.spills), b.shared, b.occupancy(), b.wide_loads, b.setting))
+    first = max(len(kernel) for kernel, *_ in lines)
+    return "\n".join(
+        "  ".join([kernel.ljust(first), *(str(n).rjust(len(head)) for n, head in zip(numbers, lines[0][1:])), setting])
+        for kernel, *numbers, setting in lines
+    )
+
+
+def main() -> int:
+    print(f"Triton {triton.__version__}, torch {torch.__version__}", flush=True)
+    os.environ.pop("TRITON_INTERPRET", None)  # under it kernels can't be compiled; the processes below start anew
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.update(TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
+        with concurrent.futures.ProcessPoolExecutor(len(SHARED), multiprocessing.get_context("spawn")) as processes:
+            results = list(processes.map(gate, SHARED))
+    builds = [build for found, _ in results for build in found]
+    faults = sorted(set().union(*(found for _, found in results)))
+    print(table(builds))
+    print(f"{len(builds)} builds, {len(faults)} faults", *faults, sep="\n")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
