@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mor_kernels import ops
+from mor_kernels.ops import _dispatch
 from tests.strategies import DEVICES, normal, targets
 
 INDEX = torch.tensor([[0, 2, 4], [1, -1, -1]])
@@ -61,8 +62,15 @@ CASES = {
     ),
     "aux_loss": (lambda l, i, n: ops.aux_loss(l, i, seqlens=n), [(2, 5)], [INDEX, LENS]),
     "z_loss": (lambda l, d: ops.z_loss(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
+    "aux_loss_nested": (lambda l, i, c: ops.aux_loss(l, i, candidates=c), [(2, 3)], [INDEX[:, :2], INDEX]),
     "balance_loss": (lambda p, d: ops.balance_loss(p, d), [(2, 5, 3)], [DEPTHS]),
+    "balance_loss_batch": (lambda p, d: ops.balance_loss(p, d, scope="batch"), [(2, 5, 3)], [DEPTHS]),
     "choose_depths": (lambda l, d: ops.choose_depths(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
+    "choose_depths_biased": (
+        lambda l, b: ops.choose_depths(l, activation="sigmoid", bias=b),
+        [(2, 5, 3)],
+        [torch.tensor([0.5, 0.0, -0.5])],
+    ),
     "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [torch.tensor([[0, 1, 2, 3, 9], [5, 5, 0, 1, 100]])]),
 }
 WIDE = {"route_replay": 1, "scatter_block": 2, "scatter_delta": 2}  # which input is never narrower than fp32
@@ -121,7 +129,7 @@ def test_opcheck(name, dtype, strided):
     function, inputs, others = make(name, dtype=dtype)
     with Recorder() as recorder:
         results(function, inputs, others)
-    assert recorder.calls or name in ("choose_depths", "rope")  # these two are made of PyTorch's own ops
+    assert recorder.calls or name == "rope"  # which is made of PyTorch's own ops
     for op, args in recorder.calls:
         args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
         if strided:  # the same values with the axes in memory the other way round
@@ -138,6 +146,27 @@ def test_opcheck_in_place_append():
     k, v, k_cache, v_cache = (normal(shape, 0, torch.float32) for shape in [(3, 2, 4)] * 2 + [(2, 4, 2, 4)] * 2)
     arguments = (k, v, k_cache, v_cache, torch.tensor([7, -1, 2]), "eager")
     torch.library.opcheck(torch.ops.mor_kernels.kv_append_.default, arguments)
+
+
+@targets("choose_depths")
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n.startswith(("pack_depths", "choose_depths", "aux_loss", "z_loss", "balance_loss"))]
+)
+def test_small_ops_of_each_backend(monkeypatch, device, backend, name):
+    """Registered as they should be, compiled, and as without strides: kernels as well."""
+    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    function, inputs, others = make(name, dtype=torch.float32, device=device)
+    with Recorder() as recorder:
+        plain = results(function, inputs, others)
+    for op, args in recorder.calls:
+        assert args[-1] == backend
+        torch.library.opcheck(op, [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args])
+    torch._dynamo.reset()
+    compiled = results(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs, others)
+    turned = [t.detach().mT.contiguous().mT.requires_grad_() for t in inputs]
+    turned = results(function, turned, [t.mT.contiguous().mT if t.dim() > 1 else t for t in others])
+    for one, other, third in zip(plain, compiled, turned, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
 
 
 @targets("scatter_back")

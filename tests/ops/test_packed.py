@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,49 +17,116 @@ from reference import ops as reference
 from tests import strategies as s
 
 
+def chunks_of(backend, small):
+    """With ``small``, Triton programs that work on few elements each, so that small inputs take many of them."""
+    if backend != "triton" or not small:
+        return contextlib.nullcontext()
+    return mock.patch.object(importlib.import_module("mor_kernels.ops.pack.triton"), "CHUNK", 8)
+
+
 @s.targets("pack_depths")
 @given(batch=s.sizes_or_none, length=s.sizes_or_none, recursions=st.integers(1, 4), seed=s.seeds,
-       dtype=st.sampled_from([torch.int64, torch.int32]))  # fmt: skip
-def test_pack_depths(device, backend, batch, length, recursions, seed, dtype):
+       dtype=st.sampled_from([torch.int64, torch.int32]), strided=st.booleans(), small=st.booleans())  # fmt: skip
+def test_pack_depths(device, backend, batch, length, recursions, seed, dtype, strided, small):
     generator = torch.Generator().manual_seed(seed)
     depths = torch.randint(0, recursions + 1, (batch, length), generator=generator).to(dtype)
-    got = ops.pack_depths(depths.to(device), recursions, backend=backend)
+    moved = depths.to(device)
+    with chunks_of(backend, small):
+        got = ops.pack_depths(moved.T.contiguous().T if strided else moved, recursions, backend=backend)
     for one, other in zip(got, reference.pack_depths(depths, recursions)):
         assert torch.equal(one.cpu(), other)
 
 
-@given(batch=s.sizes, length=s.sizes, recursions=st.integers(1, 4), seed=s.seeds, biased=st.booleans(),
-       ties=st.booleans(), activation=st.sampled_from(["softmax", "sigmoid"]))  # fmt: skip
-def test_choose_depths(batch, length, recursions, seed, biased, ties, activation):
-    logits = (s.tied if ties else s.normal)((batch, length, recursions), seed).requires_grad_()
-    bias = s.tied((recursions,), seed + 1) if biased else None
-    seqlens = s.lengths(batch, length, seed)
+@s.targets("pack_depths")
+@pytest.mark.parametrize("shape", [(5, 1001), (3000, 1), (1, 2048)])
+def test_pack_depths_of_many(device, backend, shape):
+    """More tokens than a program packs; sequences that begin anywhere."""
+    depths = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0))
+    got = ops.pack_depths(depths.to(device), 2, backend=backend)
+    for one, other in zip(got, reference.pack_depths(depths, 2)):
+        assert torch.equal(one.cpu(), other)
+
+
+@s.targets("choose_depths")
+@given(batch=s.sizes_or_none, length=s.sizes_or_none, recursions=st.integers(1, 5), seed=s.seeds, dtype=s.dtypes,
+       biased=st.booleans(), ties=st.booleans(), padded=st.booleans(), strided=st.booleans(), small=st.booleans(),
+       activation=st.sampled_from(["softmax", "sigmoid"]))  # fmt: skip
+def test_choose_depths(
+    device, backend, batch, length, recursions, seed, dtype, biased, ties, padded, strided, small, activation
+):
+    s.assume_served(device, backend, dtype)
+    shape = (batch, length, recursions)
+    logits = s.tied(shape, seed, dtype) if ties else s.normal(shape, seed, dtype, strided)
+    bias = s.tied((recursions,), seed + 1, dtype) if biased else None
+    seqlens = s.lengths(batch, length, seed) if padded else torch.full((batch,), length)
     valid = torch.arange(length) < seqlens[:, None]
-    got = ops.choose_depths(logits, activation=activation, bias=bias, valid=valid)
-    want = reference.choose_depths(logits, activation=activation, bias=bias, seqlens=seqlens)
-    assert torch.equal(got.depths, want.depths)
-    torch.testing.assert_close(got.probs[valid], want.probs[valid], rtol=1e-14, atol=0)
+    a, a64 = logits.to(device).requires_grad_(), logits.double().requires_grad_()
+    with chunks_of(backend, small):
+        got = ops.choose_depths(
+            a,
+            activation=activation,
+            bias=None if bias is None else bias.to(device),
+            valid=valid.to(device) if padded else None,
+            backend=backend,
+        )
+        upstream = s.normal(shape, seed + 2, got.probs.dtype)
+        upstream[~valid] = 0  # the reference has no probabilities there
+        (gradient,) = torch.autograd.grad(got.probs, a, upstream.to(device))
+    chosen = reference.choose_depths(logits, activation=activation, bias=bias, seqlens=seqlens).depths
+    assert torch.equal(got.depths.cpu(), chosen)
+    want = reference.choose_depths(a64, activation=activation, seqlens=seqlens).probs
+    # an exponential of x, made as 2^(x log2(e)), is off by |x| / 2 roundings; a logit here is below 5
+    s.assert_close(got.probs.cpu()[valid], want[valid], got.probs.dtype, 8, "probs")
     if valid.any():
-        (got,), (want,) = (torch.autograd.grad(t.probs[valid].square().sum(), logits) for t in (got, want))
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+        (wanted,) = torch.autograd.grad(want, a64, upstream.double())
+        s.assert_close(gradient, wanted, dtype, 8, "gradient")
 
 
-@pytest.mark.parametrize(
-    ("logits", "depth"),
-    [
-        ([1.0, 1.0, 1.0], 1),
-        ([0.0, 2.0, 2.0], 2),
-        ([18.0, 20.0, 19.0], 2),
-        ([torch.nan, -5.0, -4.0], 3),
-        ([torch.nan] * 3, 1),
-        ([-torch.inf, torch.inf, 0.0], 2),
-        ([-torch.inf] * 3, 1),
-    ],
-)
+@s.targets("choose_depths")
+def test_choose_among_64(device, backend):
+    logits = s.tied((3, 50, 64), 0, torch.float32)
+    got = ops.choose_depths(logits.to(device), backend=backend)
+    assert torch.equal(got.depths.cpu(), reference.choose_depths(logits).depths)
+    s.assert_close(got.probs, logits.double().softmax(-1), torch.float32, 8)
+
+
+EXTREMES = [
+    ([1.0, 1.0, 1.0], 1),
+    ([0.0, 2.0, 2.0], 2),
+    ([18.0, 20.0, 19.0], 2),
+    ([torch.nan, -5.0, -4.0], 3),
+    ([torch.nan] * 3, 1),
+    ([-torch.inf, torch.inf, 0.0], 2),
+    ([-torch.inf] * 3, 1),
+]
+
+
+@s.targets("choose_depths")
+@pytest.mark.parametrize(("logits", "depth"), EXTREMES)
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-def test_depth_of_extremes(logits, depth, activation):
-    got = ops.choose_depths(torch.tensor([[logits]]), activation=activation)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
+def test_depth_of_extremes(device, backend, logits, depth, activation):
+    logits = torch.tensor([[logits]], device=device)
+    got = ops.choose_depths(logits, activation=activation, backend=backend)
     assert got.depths.item() == depth and got.probs.isfinite().all()
+    unknown = torch.tensor([torch.nan, 0.0, 0.0], device=device)
+    biased = ops.choose_depths(torch.zeros_like(logits), activation=activation, bias=unknown, backend=backend)
+    assert biased.depths.item() == 2
+
+
+@s.targets("choose_depths")
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
+def test_gradient_of_extremes(device, backend, activation):
+    """As PyTorch differentiates the bounds and the replacement of what is not a number."""
+    logits = torch.tensor([[row for row, _ in EXTREMES]], device=device, requires_grad=True)
+    largest = torch.finfo(torch.float32).max
+    composed = torch.where(logits.isnan(), -largest, logits.clamp(-largest, largest))
+    composed = composed.softmax(-1) if activation == "softmax" else composed.sigmoid()
+    probs = ops.choose_depths(logits, activation=activation, backend=backend).probs
+    weights = s.normal(probs.shape, 0, torch.float32).to(device)
+    (got,), (want,) = (torch.autograd.grad((t * weights).sum(), logits) for t in (probs, composed))
+    torch.testing.assert_close(got, want)
 
 
 def indices(rows, n, seed):
