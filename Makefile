@@ -1,6 +1,8 @@
 # make demo, make test: each sets up .venv by itself, at the first run or when pyproject.toml changed.
 # PY=/path/to/python chooses the interpreter to build it on, MOR_TORCH="..." the torch that pip installs there;
 # SOURCE=file is the text that the demo is trained on.
+# make aot: the Triton kernels, compiled for A100 and H100 without a GPU, and what became of them; TRITON=3.6.0 does it
+# with that Triton, in a folder of its own, in place of the installed one.
 PY ?=
 VPY := .venv/bin/python
 # two workers of one thread each; a machine without network may lack pytest-xdist
@@ -8,7 +10,7 @@ WORKERS = $(shell $(VPY) -c "import xdist; print('-n', 2)" 2>/dev/null)
 # OpenMP's spinning threads take milliseconds of a tiny operation on a busy machine
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint env clean
+.PHONY: demo test lint aot env clean
 .DEFAULT_GOAL := test
 
 demo: env
@@ -20,6 +22,14 @@ test: env
 
 lint: env
 	$(VPY) -m ruff check .
+
+aot: env $(if $(TRITON),build/triton-$(TRITON))
+	PYTHONPATH=$(if $(TRITON),build/triton-$(TRITON):). TRITON_INTERPRET= $(VPY) tests/aot.py
+
+build/triton-%: | env
+	rm -rf $@.part
+	$(VPY) -m pip install -q --no-deps --target $@.part triton==$*
+	mv $@.part $@
 
 env:
 	@$(or $(PY),python3) tools/bootstrap.py $(if $(PY),,--find)

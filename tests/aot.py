@@ -49,9 +49,11 @@ STACK_FRAMES: dict[str, int] = {}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1"}
 
-WIDTHS = (64, 576, 960, 1536, 2048, 4096, 10000)
-STREAMS = [(width, dtype) for width in WIDTHS for dtype in (BF16, FP32)] + [(576, FP16), (1001, BF16)]
-B, N, K, NR = 4, 2048, 1024, 3
+# (width, dtype) of hidden states; ROUTED: of routing, which takes longest to compile, fewer.
+STREAMS = [(width, BF16) for width in (64, 576, 960, 1001, 1536, 2048, 4096, 10000)]
+STREAMS += [(64, FP32), (960, FP32), (4096, FP32), (10000, FP32), (576, FP16)]
+ROUTED = [(width, BF16) for width in (64, 960, 1001, 1536, 4096, 10000)] + [(4096, FP32), (576, FP16)]
+B, N, K = 4, 2048, 1024
 
 
 def floats(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -65,40 +67,48 @@ def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def scenarios() -> Iterator[Callable]:
     """Calls of the ops that together launch every kernel at every setting in use; each is differentiated as well.
 
-    What doesn't change the code that is compiled (B, and mostly N and k) doesn't vary.
+    What doesn't change the code that is compiled (B, and mostly N and k) doesn't vary, and what takes long to compile
+    varies in one respect at a time.
     """
     for width, dtype in STREAMS:
         x, update = floats(B, N, width, dtype=dtype), floats(B, K, width, dtype=dtype)
         yield partial(ops.gather, x.flatten(0, 1), whole(B * K))
-        yield partial(ops.route, x, floats(width), K)
         yield partial(ops.scatter_back, x, update, whole(B, K), floats(B, K))
-
     yield partial(ops.gather, floats(576, B * N, dtype=BF16).T, whole(B * K))
-
-    for length in (N, 16384, 131072):
-        x, k = floats(B, length, 960, dtype=BF16), length // 4
-        among = {"candidates": whole(B, length // 2), "seqlens": whole(B, dtype=torch.int32)}
-        yield partial(ops.route, x, floats(960), k)
-        yield partial(ops.route, x, floats(960), k, **among)
-        yield partial(ops.route, x, floats(960), k, **among, indices=whole(B, k))
-        yield partial(ops.route, x, None, k, **among, logits=floats(B, length // 2))
-        yield partial(ops.pack_depths, whole(B, length), NR)
-        yield partial(ops.aux_loss, floats(B, length), whole(B, k))
-        yield partial(ops.aux_loss, floats(B, length // 2), whole(B, k), **among)
-        yield partial(ops.z_loss, floats(B, length))
-        yield partial(ops.z_loss, floats(B, length, NR), valid=whole(B, length, dtype=torch.bool))
-        for scope in ("sequence", "batch"):
-            yield partial(ops.balance_loss, floats(B, length, NR), whole(B, length), scope=scope)
     x, update = floats(B, N, 960, dtype=BF16), floats(B, K, 960, dtype=BF16)
-    yield partial(ops.route, x, floats(960, dtype=BF16), K)
-    yield partial(ops.route, x, floats(960), K, indices=whole(B, K))
-    yield partial(ops.route, x, None, K, logits=floats(B, N))
-    for activation in ("sigmoid", "tanh", "none"):
-        yield partial(ops.route, x, floats(960), K, activation=activation, rank="score")
     for residual in ("block", "delta", "none"):
         yield partial(ops.scatter_back, x, update, whole(B, K), residual=residual)
         yield partial(ops.scatter_back, x, update, whole(B, K), floats(B, K), residual=residual)
+        yield partial(ops.scatter_back_, x.detach(), update.detach(), whole(B, K), residual=residual)
     yield partial(ops.scatter_back_, x.detach(), update.detach(), whole(B, K), floats(B, K).detach())
+
+    for width, dtype in ROUTED:
+        yield partial(ops.route, floats(B, N, width, dtype=dtype), floats(width, dtype=dtype), K)
+    weight, among = floats(960, dtype=BF16), {"candidates": whole(B, K), "seqlens": whole(B)}
+    yield partial(ops.route, x, floats(960), K)
+    yield partial(ops.route, x, weight, K // 2, **among)
+    yield partial(ops.route, x, weight, K, indices=whole(B, K))
+    yield partial(ops.route, x, weight, K // 2, indices=whole(B, K // 2), **among)
+    yield partial(ops.route, x, None, K, logits=floats(B, N))
+    yield partial(ops.route, x, weight, K, activation="none")
+    yield partial(ops.route, x, weight, K, activation="tanh", rank="score")
+    for length in (16384, 131072):
+        yield partial(ops.route, floats(B, length, 960, dtype=BF16), weight, length // 2)
+    among = {"candidates": whole(B, length // 2), "seqlens": whole(B)}
+    yield partial(ops.route, floats(B, length, 960, dtype=BF16), weight, length // 4, **among)
+
+    for experts, dtype in ((3, FP32), (4, BF16)):
+        logits, valid = floats(B, N, experts, dtype=dtype), whole(B, N, dtype=torch.bool)
+        yield partial(ops.pack_depths, whole(B, N), experts)
+        yield partial(ops.choose_depths, logits, bias=floats(experts), valid=valid)
+        yield partial(ops.choose_depths, logits, activation="sigmoid")
+        yield partial(ops.z_loss, logits, valid=valid)
+        yield partial(ops.balance_loss, floats(B, N, experts), whole(B, N))
+    yield partial(ops.pack_depths, whole(B, N, dtype=torch.int32), experts)
+    yield partial(ops.balance_loss, floats(B, N, experts), whole(B, N), scope="batch")
+    yield partial(ops.z_loss, floats(B, N))
+    yield partial(ops.aux_loss, floats(B, N), whole(B, K))
+    yield partial(ops.aux_loss, floats(B, K), whole(B, K // 2), candidates=whole(B, K), seqlens=whole(B))
 
 
 class StandIn(DriverBase):
@@ -178,7 +188,7 @@ def setting_of(kernel: JITFunction, args: tuple, options: dict) -> str:
     for parameter in kernel.params:
         value = values.pop(parameter.name, None)
         if parameter.is_constexpr or isinstance(value, int) and not parameter.do_not_specialize:
-            others.append(f"{parameter.name}={value}")
+            others.append(f"{parameter.name}={value:.4g}" if isinstance(value, float) else f"{parameter.name}={value}")
         elif value is None or isinstance(value, torch.Tensor):
             types.append("-" if value is None else SHORT[value.dtype])
     return " ".join([",".join(types), *others, *(f"{name}={value}" for name, value in values.items())])
@@ -248,8 +258,9 @@ def compile_launches(
             try:
                 call()
             except Exception as error:
-                *_, (file, line, *_) = traceback.extract_tb(error.__traceback__)
-                faults.add(f"{name}: {type(error).__name__} on tensors without memory, {file}:{line}: {error}")
+                *_, at = (f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename)
+                where = f"{Path(at.filename).name}:{at.lineno}"
+                faults.add(f"{name}: {where} fails on tensors without memory: {type(error).__name__}: {error}")
     return builds, kernels, faults
 
 
