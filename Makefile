@@ -24,7 +24,7 @@ lint: env
 	$(VPY) -m ruff check .
 
 aot: env $(if $(TRITON),build/triton-$(TRITON))
-	PYTHONPATH=$(if $(TRITON),build/triton-$(TRITON):). TRITON_INTERPRET= $(VPY) tests/aot.py
+	PYTHONPATH=$(if $(TRITON),build/triton-$(TRITON):). $(VPY) tests/aot.py
 
 build/triton-%: | env
 	rm -rf $@.part

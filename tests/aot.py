@@ -1,11 +1,15 @@
 """Run as a script: compile the library's Triton kernels for A100 and H100 on a machine that needs no GPU, and fail on
 what would make them slow or unlaunchable there: a spill, a stack frame, too much shared memory.
 
-    python tests/aot.py   # with TRITON_INTERPRET unset
+    make aot                # the installed Triton
+    make aot TRITON=3.6.0   # another one: which registers spill depends on the compiler
 
 Nothing here lists kernels or their settings: the library's own launchers run, on tensors that have a shape and a dtype
-but no memory, and every launch is compiled in place of being made. A scenario (:data:`SCENARIOS`) is a call of an op; a
+but no memory, and every launch is compiled in place of being made. A scenario (:func:`scenarios`) is a call of an op; a
 kernel that no scenario reaches fails the gate.
+
+ptxas may spill a few bytes of its own accord, to fit one block more on a multiprocessor: registers are then at the most
+that so many blocks can have (72, 96, 128, 168 for 128 threads), far from the 255 that a thread can.
 """
 
 from __future__ import annotations
