@@ -28,7 +28,7 @@ def tile(width: int, elements: int = 8192, num_warps: int = 4) -> Tile:
     return Tile(max(elements // columns, 1), columns, num_warps)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["length", "k"])
 def _invert(indices, inverse, length, k, BLOCK: tl.constexpr):
     """inverse[b, indices[b, j]] = j; what no index names stays as it was, see :func:`inverse_of`."""
     b = tl.program_id(0).to(tl.int64)
@@ -56,3 +56,19 @@ def place(indices, inverse, position, k, mask):
     j = tl.load(inverse + position, mask=mask, other=-1)
     mask = mask & (j >= 0) & (j < k)
     return tl.where(mask & (tl.load(indices + j, mask=mask, other=-1) == position), j, -1)
+
+
+@triton.jit
+def find(ascending, position, count, mask):
+    """Where ``position`` stands among ``count`` ascending positions, -1 at the end; or -1. For what is known ascending:
+    a search of log2(count) steps, but no launch before."""
+    low = tl.zeros_like(position)
+    high = low + count
+    while tl.max(high - low, 0) > 0:  # the first that is not below it lies in low..high
+        middle = (low + high) >> 1
+        found = tl.load(ascending + middle, mask=mask & (low < high), other=-1)
+        below = (found >= 0) & (found < position)
+        low = tl.where(below & (low < high), middle + 1, low)
+        high = tl.where(below, high, middle)
+    there = mask & (low < count)
+    return tl.where(there & (tl.load(ascending + low, mask=there, other=-1) == position), low, -1)

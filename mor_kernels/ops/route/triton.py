@@ -3,13 +3,16 @@
 Forward, the work on a sequence is a number of items of each kind:
 
     score    a tile of candidates   logit = x . w / temperature
-    refine   a chunk of logits      counts of the keys' next digit; only where a sequence has more than one chunk
+    refine   a chunk of logits      counts of a digit of their keys; only where a sequence has more than one chunk
     select   a chunk of logits      the threshold, then the kept positions in order, and their gates
     copy     a tile of kept rows    rows = x[indices]
 
-Programs take items off a queue, in which all that an item waits for stands before it: nothing ever waits for what no
-program works on. A sequence's rows are copied a few sequences after they were scored, when they are still in the L2
-cache; meanwhile the other programs keep the memory busy.
+A sequence's rows are copied a few sequences after they were scored, when they are still in the L2 cache; meanwhile
+other programs keep the memory busy. Items are numbered so that all that an item waits for has a lower number, and
+programs take them in that order: nothing ever waits for what no program works on.
+
+Scores and kept positions are handed on as words of memory that are EMPTY until they are written: who needs one reads it
+until it is there. So they need neither fences nor counters, which would cost as much as the tiles themselves.
 """
 
 from __future__ import annotations
@@ -18,17 +21,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import inverse_of, place, tile
+from .._triton import find, tile
 
 CHUNK = 2048  # logits that one program selects among; most training sequences are one chunk
+IN_FLIGHT = 8192  # rows to score before a sequence's rows are copied: what passes while a sequence is selected
+BLOCK = 1024  # positions that a program of the backward pass looks up at once
 PARTIALS = 512  # programs of the backward pass, each with its own sum of the router's gradient
-IN_FLIGHT = 1024  # tiles to score before a sequence's rows are copied: about what an H100 works on at once
 
+EMPTY = tl.constexpr(-1)  # as fp32 a NaN that no logit is
+NONE = tl.constexpr(-2)  # for a slot without a position
+NAN = tl.constexpr(0x7FC00000)
 DIGITS = tl.constexpr(2048)  # bins of a histogram; a key's digits have 11, 11 and 10 bits
 SIGN = tl.constexpr(1024)  # turned in the first digit, so that digits of negative keys rank below
 LOWEST = tl.constexpr(-(2**31))  # key of what is never kept
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-COUNTERS = tl.constexpr(4)  # items done of a sequence: scored, refined once, refined twice, selected
 
 
 @triton.jit
@@ -82,15 +88,24 @@ def _candidates(candidates, seqlens, b, i, scored, length):
 
 
 @triton.jit
-def _signal(counter):
-    """Count an item as done, after all that its program has written."""
+def _written(words, mask):
+    """The words, once they are written; 0 where masked."""
+    word = tl.load(words, mask=mask, other=0, volatile=True)
+    while tl.max((word == EMPTY).to(tl.int32), 0) > 0:
+        word = tl.load(words, mask=mask, other=0, volatile=True)
+    return word
+
+
+@triton.jit
+def _count_done(counter):
+    """Count an item as done, after all that its program has written. Counters begin at EMPTY."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")
 
 
 @triton.jit
-def _wait(counter, count):
-    while tl.atomic_add(counter, 0, sem="acquire") < count:
+def _wait_for(counter, count):
+    while tl.atomic_add(counter, 0, sem="acquire") - EMPTY < count:
         pass
 
 
@@ -108,7 +123,7 @@ def _second_digit(key):
 def _largest_digit(histogram, want):
     """The largest digit that at least ``want`` keys reach, and how many of these must still be found among its own."""
     digit = tl.arange(0, DIGITS)
-    count = tl.load(histogram + digit, cache_modifier=".cg")
+    count = tl.load(histogram + digit, cache_modifier=".cg") - EMPTY
     reach = tl.sum(count, 0) - tl.cumsum(count, 0) + count
     found = tl.sum((reach >= want).to(tl.int32), 0) - 1
     return found, want - tl.sum(tl.where(digit == found, reach - count, 0), 0)
@@ -117,41 +132,45 @@ def _largest_digit(histogram, want):
 @triton.jit
 def _to_keep(histogram, k):
     """min(k, keys that can be kept); all of them are in the first histogram."""
-    return tl.minimum(k, tl.sum(tl.load(histogram + tl.arange(0, DIGITS), cache_modifier=".cg"), 0))
+    return tl.minimum(k, tl.sum(tl.load(histogram + tl.arange(0, DIGITS), cache_modifier=".cg") - EMPTY, 0))
 
 
 @triton.jit
 def _threshold(key, want):
-    """The largest number that at least ``want`` of the keys reach, or the first found that exactly so many reach."""
-    threshold = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= want, 0, LOWEST)
-    bit = 30
-    while bit >= 0:
-        higher = threshold + (1 << bit)
-        reach = tl.sum((key >= higher).to(tl.int32), 0)
-        threshold = tl.where(reach >= want, higher, threshold)
-        bit = tl.where(reach == want, -1, bit - 1)
+    """The largest number that at least ``want`` of the keys reach, or one that exactly so many reach if found earlier.
+
+    Two bits at a time: how many keys reach each of the three higher numbers is counted in one int64, 21 bits for each.
+    """
+    threshold = tl.full((), LOWEST, tl.int32)
+    shift = 30
+    while shift >= 0:
+        one = threshold + (1 << shift)
+        two = one + (1 << shift)
+        three = two + (1 << shift)
+        reach = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 21) + ((key >= three).to(tl.int64) << 42)
+        reach = tl.sum(reach, 0)
+        reach_three, reach_two, reach_one = reach >> 42, (reach >> 21) & 0x1FFFFF, reach & 0x1FFFFF
+        threshold = tl.where(reach_one >= want, one, threshold)
+        threshold = tl.where(reach_two >= want, two, threshold)
+        threshold = tl.where(reach_three >= want, three, threshold)
+        exact = (reach_one == want) | (reach_two == want) | (reach_three == want)
+        shift = tl.where(exact, -1, shift - 2)
     return threshold
 
 
 @triton.jit
 def _look_back(published, chunk, above, tied, PRIOR: tl.constexpr):
-    """How many keys the chunks before this one have above and at the threshold; publishes how many this one has.
-
-    A published word is 1 + 2 * tied + 2**13 * above: it says at once that it is there, and what.
-    """
-    tl.store(published + chunk, 1 + 2 * tl.sum(tied.to(tl.int32), 0) + 8192 * tl.sum(above.to(tl.int32), 0))
+    """How many keys the chunks before this one have above and at the threshold; publishes how many this one has, as the
+    word tied + 2**12 * above."""
+    tl.store(published + chunk, tl.sum(tied.to(tl.int32), 0) + 4096 * tl.sum(above.to(tl.int32), 0))
     prior = tl.arange(0, PRIOR)
-    word = tl.load(published + prior, mask=prior < chunk, other=1, volatile=True)
-    while tl.min(word, 0) == 0:
-        word = tl.load(published + prior, mask=prior < chunk, other=1, volatile=True)
-    return tl.sum(word >> 13, 0), tl.sum((word >> 1) & 4095, 0)
+    word = _written(published + prior, prior < chunk)
+    return tl.sum(word >> 12, 0), tl.sum(word & 4095, 0)
 
 
 @triton.jit
 def _score(
-    x, weight, ready, candidates, seqlens, logits, histogram, b, item,
-    stride_n, stride_d, length, scored, width, alpha, temperature,
-    ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr, MANY: tl.constexpr,
+    x, weight, ready, candidates, seqlens, words, b, item, stride_n, stride_d, length, scored, width, temperature,
     SCORES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     i = item * SCORES + tl.arange(0, SCORES)
@@ -167,34 +186,37 @@ def _score(
             row = tl.load(source, mask=valid[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
             logit += tl.sum(row * w[None, :], 1)
     logit = tl.where(valid, _bounded(tl.div_rn(logit, temperature), FLOAT_MAX), 0.0)
-    tl.store(logits + b * scored + i, logit, mask=i < scored)
-    if MANY:
-        key = _key(logit, valid, alpha, ACTIVATION, RANK, LARGEST)
-        tl.atomic_add(histogram + _first_digit(key), 1, mask=key != LOWEST, sem="relaxed")
+    word = tl.where(logit == logit, logit.to(tl.int32, bitcast=True), NAN)
+    tl.store(words + b * scored + i, word, mask=i < scored)
 
 
 @triton.jit
-def _refine(key, done, histogram, stage, k, chunks):
-    """Count the next digit of the keys whose digits so far are those of the threshold."""
-    first, want = _largest_digit(histogram, _to_keep(histogram, k))
-    same = (key != LOWEST) & (_first_digit(key) == first)
+def _refine(key, counters, histogram, stage, k, chunks):
+    """Count a digit of the keys whose digits before it are those of the threshold."""
+    same = key != LOWEST
     if stage == 0:
-        tl.atomic_add(histogram + DIGITS + _second_digit(key), 1, mask=same, sem="relaxed")
+        tl.atomic_add(histogram + _first_digit(key), 1, mask=same, sem="relaxed")
     else:
-        _wait(done + 1, chunks)
-        second, want = _largest_digit(histogram + DIGITS, want)
-        same = same & (_second_digit(key) == second)
-        tl.atomic_add(histogram + 2 * DIGITS + (key & 1023), 1, mask=same, sem="relaxed")
+        _wait_for(counters, chunks)
+        first, want = _largest_digit(histogram, _to_keep(histogram, k))
+        same = same & (_first_digit(key) == first)
+        if stage == 1:
+            tl.atomic_add(histogram + DIGITS + _second_digit(key), 1, mask=same, sem="relaxed")
+        else:
+            _wait_for(counters + 1, chunks)
+            second, want = _largest_digit(histogram + DIGITS, want)
+            same = same & (_second_digit(key) == second)
+            tl.atomic_add(histogram + 2 * DIGITS + (key & 1023), 1, mask=same, sem="relaxed")
 
 
 @triton.jit
 def _select(
-    key, logit, position, indices, gates, counts, done, histogram, published, chunk, k, alpha, chunks,
-    ACTIVATION: tl.constexpr, MANY: tl.constexpr, CHUNK: tl.constexpr, PRIOR: tl.constexpr,
+    key, words, candidates, indices, gates, slots, counts, counters, histogram, published, chunk, i, k, alpha, chunks,
+    ACTIVATION: tl.constexpr, MANY: tl.constexpr, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """Keep what is above the threshold, and as many of what is at it as are wanted, from the lowest position on."""
     if MANY:
-        _wait(done + 2, chunks)
+        _wait_for(counters + 2, chunks)
         kept = _to_keep(histogram, k)
         first, want = _largest_digit(histogram, kept)
         second, want = _largest_digit(histogram + DIGITS, want)
@@ -203,118 +225,120 @@ def _select(
         above = key > threshold
         tied = (key == threshold) & (key != LOWEST)
         before, tied_before = _look_back(published, chunk, above, tied, PRIOR)
-        tie = tied_before + tl.cumsum(tied.to(tl.int32), 0)
         before += tl.minimum(tied_before, want)
+        keep = above | (tied & (tied_before + tl.cumsum(tied.to(tl.int32), 0) <= want))
     else:
         kept = tl.minimum(k, tl.sum((key != LOWEST).to(tl.int32), 0))
         threshold = _threshold(key, kept)
-        above = key > threshold
-        tied = key == threshold
-        want = kept - tl.sum(above.to(tl.int32), 0)
-        tie = tl.cumsum(tied.to(tl.int32), 0)
+        keep = key >= threshold
+        if tl.sum(keep.to(tl.int32), 0) > kept:  # more at the threshold than are wanted
+            above = key > threshold
+            tie = tl.cumsum((key == threshold).to(tl.int32), 0)
+            keep = above | (keep & (tie <= kept - tl.sum(above.to(tl.int32), 0)))
         before = 0
-    keep = above | (tied & (tie <= want))
     j = before + tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(indices + j, position, mask=keep)
+    position = i if candidates is None else tl.load(candidates + i, mask=keep, other=0).to(tl.int32)
+    tl.store(slots + j, position, mask=keep)
+    tail = (i >= kept) & (i < k)
+    tl.store(slots + i, NONE, mask=tail)
+    tl.store(indices + i, -1, mask=tail)
+    tl.store(gates + i, 0.0, mask=tail)
+    tl.store(indices + j, position.to(tl.int64), mask=keep)
+    logit = tl.load(words + i, mask=keep, other=0).to(tl.float32, bitcast=True)
     tl.store(gates + j, _gate(logit, alpha, ACTIVATION), mask=keep)
-    tail = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(indices + tail, -1, mask=(tail >= kept) & (tail < k))
-    tl.store(gates + tail, 0.0, mask=(tail >= kept) & (tail < k))
     if chunk == 0:
         tl.store(counts, kept)
 
 
 @triton.jit
 def _repeat(
-    recorded, candidates, inverse, seqlens, indices, gates, logits, counts, done, b, chunk,
-    length, scored, k, alpha, tiles, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr,
+    recorded, candidates, seqlens, words, indices, gates, slots, counts, b, j, length, scored, k, alpha,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a recorded choice; what is no candidate counts as none."""
-    j = chunk * CHUNK + tl.arange(0, CHUNK)
     index = tl.load(recorded + b * k + j, mask=j < k, other=-1)
     there = (index >= 0) & (index < length)
     if seqlens is not None:
         there = there & (index < tl.load(seqlens + b))
     i = index
     if candidates is not None:
-        i = place(candidates + b * scored, inverse + b * length, index, scored, there).to(tl.int64)
+        i = find(candidates + b * scored, index, scored, there)
         there = i >= 0
-    _wait(done, tiles)
-    logit = tl.load(logits + b * scored + i, mask=there, other=0.0, cache_modifier=".cg")
+    tl.store(slots + b * k + j, tl.where(there, index.to(tl.int32), NONE), mask=j < k)
     tl.store(indices + b * k + j, tl.where(there, index, -1), mask=j < k)
+    logit = _written(words + b * scored + i, there).to(tl.float32, bitcast=True)
     tl.store(gates + b * k + j, tl.where(there, _gate(logit, alpha, ACTIVATION), 0.0), mask=j < k)
     tl.atomic_add(counts + b, tl.sum(there.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
-def _copy(x, indices, rows, item, k, width, stride_n, stride_d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _copy(x, slots, rows, item, k, width, stride_n, stride_d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     j = item.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    index = tl.load(indices + j, mask=j < k, other=-1, cache_modifier=".cg")
+    position = _written(slots + j, j < k)
     for start in range(0, width, WIDTH):
         d = start + tl.arange(0, WIDTH)
-        source = x + index[:, None] * stride_n + d[None, :].to(tl.int64) * stride_d
-        row = tl.load(source, mask=(index >= 0)[:, None] & (d < width)[None, :], other=0.0)
-        tl.store(rows + j[:, None] * width + d[None, :], row, mask=(j < k)[:, None] & (d < width)[None, :])
+        source = x + (position.to(tl.int64) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
+        # read and written for the last time here: the rows still to be copied keep their place in the cache
+        columns = (d < width)[None, :]
+        row = tl.load(source, mask=(position >= 0)[:, None] & columns, other=0.0, eviction_policy="evict_first")
+        target = rows + (j * width)[:, None] + d[None, :]
+        tl.store(target, row, mask=(j < k)[:, None] & columns, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["batch", "length", "scored", "k", "tiles", "chunks", "selects", "copies", "lag"])
 def _route(
-    x, weight, ready, candidates, seqlens, recorded, inverse, state, rows, indices, gates, logits, counts,
+    x, weight, ready, candidates, seqlens, recorded, words, slots, work, rows, indices, gates, counts,
     stride_b, stride_n, stride_d, batch, length, scored, width, k, alpha, temperature,
     tiles, chunks, selects, copies, lag,
     ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr, MANY: tl.constexpr, CHUNK: tl.constexpr,
     PRIOR: tl.constexpr, SCORES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One item of the queue: of step s those of sequence s, but its rows are copied in step s + lag.
+    """One item: those of step s are of sequence s, but its rows are copied in step s + lag.
 
-    state, all 0 at first: the next item; COUNTERS a sequence; and where a sequence has many chunks, three histograms of
-    each sequence, and a word of each chunk, see :func:`_look_back`.
+    words, slots, work are EMPTY at first: bits of the logits (B, C); positions of the kept rows (B, k), or NONE; the
+    next item, and where a sequence has many chunks, of each sequence three counters of chunks done, three histograms,
+    and a word of each chunk, see :func:`_look_back`.
     """
-    item = tl.atomic_add(state, 1, sem="relaxed")
+    item = tl.atomic_add(work, 1, sem="relaxed") - EMPTY
     step = item // (tiles + selects + copies)
     item -= step * (tiles + selects + copies)
     b = step.to(tl.int64)
     if item >= tiles + selects:
         b -= lag
-    done = state + 1 + b * COUNTERS
-    histogram = state + 1 + batch * COUNTERS + b * (3 * DIGITS)
-    published = state + 1 + batch * (COUNTERS + 3 * DIGITS) + b * chunks
     if (b >= 0) & (b < batch):
         if item < tiles:
             _score(
-                x + b * stride_b, weight, ready, candidates, seqlens, logits, histogram, b, item,
-                stride_n, stride_d, length, scored, width, alpha, temperature,
-                ACTIVATION, RANK, LARGEST, MANY, SCORES, WIDTH,
+                x + b * stride_b, weight, ready, candidates, seqlens, words, b, item,
+                stride_n, stride_d, length, scored, width, temperature, SCORES, WIDTH,
             )  # fmt: skip
-            _signal(done)
         elif item < tiles + selects:
             stage = (item - tiles) // chunks
             chunk = item - tiles - stage * chunks
+            i = chunk * CHUNK + tl.arange(0, CHUNK)
             if recorded is not None:
                 _repeat(
-                    recorded, candidates, inverse, seqlens, indices, gates, logits, counts, done, b, chunk,
-                    length, scored, k, alpha, tiles, ACTIVATION, CHUNK,
+                    recorded, candidates, seqlens, words, indices, gates, slots, counts, b, i,
+                    length, scored, k, alpha, ACTIVATION,
                 )  # fmt: skip
-                _signal(done + 3)
             else:
-                i = chunk * CHUNK + tl.arange(0, CHUNK)
-                position, valid = _candidates(candidates, seqlens, b, i, scored, length)
-                _wait(done, tiles)
-                logit = tl.load(logits + b * scored + i, mask=valid, other=0.0, cache_modifier=".cg")
+                counters = work + 1 + b * 3
+                histogram = work + 1 + batch * 3 + b * (3 * DIGITS)
+                published = work + 1 + batch * (3 + 3 * DIGITS) + b * chunks
+                _, valid = _candidates(candidates, seqlens, b, i, scored, length)
+                logit = _written(words + b * scored + i, valid).to(tl.float32, bitcast=True)
                 key = _key(logit, valid, alpha, ACTIVATION, RANK, LARGEST)
                 if stage < selects // chunks - 1:
-                    _refine(key, done, histogram, stage, k, chunks)
-                    _signal(done + 1 + stage)
+                    _refine(key, counters, histogram, stage, k, chunks)
+                    _count_done(counters + stage)
                 else:
                     _select(
-                        key, logit, position, indices + b * k, gates + b * k, counts + b, done, histogram, published,
-                        chunk, k, alpha, chunks, ACTIVATION, MANY, CHUNK, PRIOR,
+                        key, words + b * scored, None if candidates is None else candidates + b * scored,
+                        indices + b * k, gates + b * k, slots + b * k, counts + b,
+                        counters, histogram, published, chunk, i, k, alpha, chunks, ACTIVATION, MANY, PRIOR,
                     )  # fmt: skip
-                    _signal(done + 3)
         else:
-            _wait(done + 3, chunks)
             _copy(
-                x + b * stride_b, indices + b * k, rows + b * k * width, item - tiles - selects, k, width,
+                x + b * stride_b, slots + b * k, rows + b * k * width, item - tiles - selects, k, width,
                 stride_n, stride_d, ROWS, WIDTH,
             )  # fmt: skip
 
@@ -326,91 +350,112 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     candidates, seqlens = (t if t is None else t.contiguous() for t in (candidates, seqlens))
     rows = x.new_empty(batch, k, width)
     indices = torch.empty(batch, k, dtype=torch.int64, device=x.device)
-    gates, logits = (torch.empty(batch, n, dtype=torch.float32, device=x.device) for n in (k, scored))
+    gates = torch.empty(batch, k, dtype=torch.float32, device=x.device)
     make_counts = torch.empty if recorded is None else torch.zeros  # a recorded choice is counted chunk by chunk
     counts = make_counts(batch, dtype=torch.int32, device=x.device)
 
-    size = tile(width)
-    scores = CHUNK // 2 if weight is None else size.rows
+    size = tile(width, 16384, 8)
+    scores = CHUNK if weight is None else size.rows
     tiles, copies = triton.cdiv(scored, scores), triton.cdiv(k, size.rows)
     many = recorded is None and scored > CHUNK
     chunks = triton.cdiv(scored if recorded is None else k, CHUNK) or 1
-    selects = chunks * 3 if many else chunks
-    lag = min(max(batch - 1, 0), triton.cdiv(IN_FLIGHT, tiles + 1))
-    words = 1 + batch * (COUNTERS.value + many * (3 * DIGITS.value + chunks))
+    selects = chunks * 4 if many else chunks
+    lag = min(max(batch - 1, 0), triton.cdiv(IN_FLIGHT, scored + 1))
+    sizes = (batch * scored, batch * k, 1 + many * batch * (3 + 3 * DIGITS.value + chunks))
+    words, slots, work = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
     _route[((batch + lag) * (tiles + selects + copies),)](
         x, None if weight is None else weight.contiguous(), ready, candidates, seqlens, recorded,
-        inverse_of(candidates, length) if recorded is not None and candidates is not None else None,
-        torch.zeros(words, dtype=torch.int32, device=x.device), rows, indices, gates, logits, counts,
+        words, slots, work, rows, indices, gates, counts,
         *x.stride(), batch, length, scored, width, k, alpha, temperature, tiles, chunks, selects, copies, lag,
-        ACTIVATION=activation,
-        RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
-        LARGEST=torch.finfo(x.dtype).max, MANY=many, CHUNK=CHUNK,
-        PRIOR=triton.next_power_of_2(chunks) if many else 1, SCORES=scores,
-        ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
+        ACTIVATION=activation, RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
+        LARGEST=torch.finfo(x.dtype).max, MANY=many, CHUNK=CHUNK, PRIOR=triton.next_power_of_2(chunks) if many else 1,
+        SCORES=scores, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
     )  # fmt: skip
-    return rows, indices, gates, logits, counts
+    return rows, indices, gates, words.view(torch.float32).view(batch, scored), counts
 
 
-@triton.jit(do_not_specialize=["batch", "length", "scored", "k"])
-def _route_backward(
-    d_rows, d_gates, d_logits, x, weight, logits, candidates, of_candidates, seqlens, indices, of_indices,
-    d_x, partial, d_ready,
-    stride_b, stride_n, stride_d, batch, length, scored, width, k, alpha, temperature,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "scored", "k"])
+def _logit_gradients(
+    d_gates, d_logits, logits, candidates, seqlens, indices, slots, gradients, d_ready,
+    length, scored, k, alpha, temperature, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With s the gradient of the loss for a row's logit before the division by the temperature:
+    """Of position n, kept as j and candidate i: slots[n] = j, -1 if not kept; and the gradient of x . w, 0 if neither,
 
-        s   = (d_logits[i] + d_gates[j] * alpha * G'(logit)) / temperature     at candidate i, kept as j
-        d_x = d_rows[j] + s * w          d_w = sum of s * x          d_ready[i] = s
+    gradients[n] = d_ready[i] = (d_logits[i] + d_gates[j] * alpha * G'(logit)) / temperature.
+    """
+    blocks = tl.cdiv(length, BLOCK)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = n < length
+    j = find(indices + b * k, n, k, inside)
+    tl.store(slots + b * length + n, j, mask=inside)
+    real = inside
+    if seqlens is not None:
+        real = real & (n < tl.load(seqlens + b))
+    i = n
+    if candidates is not None:
+        i = find(candidates + b * scored, n, scored, real)
+        real = i >= 0
+    through_gate = real & (j >= 0)
+    value = _activate(tl.load(logits + b * scored + i, mask=through_gate, other=0.0), ACTIVATION)
+    if ACTIVATION == "sigmoid":
+        slope = value * (1 - value)
+    elif ACTIVATION == "tanh":
+        slope = 1 - value * value
+    else:
+        slope = tl.full((BLOCK,), 1.0, tl.float32)
+    d_gate = tl.load(d_gates + b * k + j, mask=through_gate, other=0.0)
+    gradient = tl.load(d_logits + b * scored + i, mask=real, other=0.0)
+    gradient = tl.div_rn(gradient + tl.where(value == value, d_gate * alpha * slope, 0.0), temperature)
+    tl.store(gradients + b * length + n, gradient, mask=inside)
+    if d_ready is not None:
+        tl.store(d_ready + b * scored + i, gradient, mask=inside if candidates is None else real)
 
-    Each term where there is one. A program goes through every PARTIALS-th tile of positions and keeps its sum of d_w to
-    the end: sums are made in an order that depends on shapes alone.
+
+@triton.jit(do_not_specialize=["rows", "length", "k"])
+def _route_backward(
+    d_rows, x, weight, slots, gradients, d_x, partial, rows, length, width, k, stride_b, stride_n, stride_d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """d_x[n] = d_rows[slots[n]] + gradients[n] * w, and partial = sum of gradients[n] * x[n] over a program's rows.
+
+    A program takes every so many-th tile of the batch's rows and keeps its sum to the end: the order of every sum
+    depends on shapes alone.
     """
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     columns = (d < width)[None, :]
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
     if weight is not None:
-        w = tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)
-    tiles = tl.cdiv(length, ROWS)
-    for item in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
-        b = (item // tiles).to(tl.int64)
-        n = (item % tiles) * ROWS + tl.arange(0, ROWS)
-        real = n < length
-        j = place(indices + b * k, of_indices + b * length, n, k, real).to(tl.int64)
-        i = n.to(tl.int64)
-        if seqlens is not None:
-            real = real & (n < tl.load(seqlens + b))
-        if candidates is not None:
-            i = place(candidates + b * scored, of_candidates + b * length, n, scored, real).to(tl.int64)
-            real = i >= 0
-        through_gate = real & (j >= 0)
-        value = _activate(tl.load(logits + b * scored + i, mask=through_gate, other=0.0), ACTIVATION)
-        if ACTIVATION == "sigmoid":
-            slope = value * (1 - value)
-        elif ACTIVATION == "tanh":
-            slope = 1 - value * value
-        else:
-            slope = tl.full((ROWS,), 1.0, tl.float32)
-        through_gate = through_gate & (value == value)
-        s = tl.load(d_logits + b * scored + i, mask=real, other=0.0)
-        s += tl.where(through_gate, tl.load(d_gates + b * k + j, mask=through_gate, other=0.0) * alpha * slope, 0.0)
-        s = tl.div_rn(s, temperature)
-
-        row = tl.load(d_rows + (b * k + j)[:, None] * width + d[None, :], mask=(j >= 0)[:, None] & columns, other=0.0)
-        row = row.to(tl.float32)
+        w = tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
+        total = tl.zeros((ROWS, WIDTH), tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < rows, other=-1)
+    gradient = tl.load(gradients + row, mask=row < rows, other=0.0)
+    for _ in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        b = row // length
+        source = d_rows + ((b * k + slot) * width)[:, None] + d[None, :]
+        value = tl.load(source, mask=(slot >= 0)[:, None] & columns, other=0.0).to(tl.float32)
         if weight is not None:
-            source = x + b * stride_b + n[:, None].to(tl.int64) * stride_n + d[None, :].to(tl.int64) * stride_d
-            total += s[:, None] * tl.load(source, mask=real[:, None] & columns, other=0.0).to(tl.float32)
-            row += s[:, None] * w[None, :]
-        elif tl.program_id(1) == 0:
-            if candidates is None:
-                tl.store(d_ready + b * scored + i, s, mask=n < length)
-            else:
-                tl.store(d_ready + b * scored + i, s, mask=real)
-        tl.store(d_x + (b * length + n)[:, None] * width + d[None, :], row, mask=(n < length)[:, None] & columns)
+            source = x + (b * stride_b + (row - b * length) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
+            x_row = tl.load(source, mask=(gradient != 0)[:, None] & columns, other=0.0).to(tl.float32)
+            total += gradient[:, None] * x_row
+            value += gradient[:, None] * w
+        tl.store(d_x + (row * width)[:, None] + d[None, :], value, mask=(row < rows)[:, None] & columns)
+        row += tl.num_programs(0) * ROWS
+        slot = tl.load(slots + row, mask=row < rows, other=-1)
+        gradient = tl.load(gradients + row, mask=row < rows, other=0.0)
     if weight is not None:
         tl.store(partial + tl.program_id(0).to(tl.int64) * width + d, tl.sum(total, 0), mask=d < width)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _sum_partials(partial, d_weight, programs, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    d = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, programs, ROWS):
+        p = start + tl.arange(0, ROWS)
+        source = partial + p[:, None] * width + d[None, :]
+        total += tl.load(source, mask=(p < programs)[:, None] & (d < width)[None, :], other=0.0)
+    tl.store(d_weight + d, tl.sum(total, 0), mask=d < width)
 
 
 def route_backward(
@@ -420,22 +465,29 @@ def route_backward(
     k, scored = indices.shape[1], logits.shape[1]
     d_rows, d_gates, d_logits, logits, indices = (t.contiguous() for t in (d_rows, d_gates, d_logits, logits, indices))
     candidates, seqlens = (t if t is None else t.contiguous() for t in (candidates, seqlens))
-    size = tile(width)
-    programs = min(PARTIALS, batch * triton.cdiv(length, size.rows))
     d_x = torch.empty(batch, length, width, dtype=x.dtype, device=x.device)
-    partial = d_ready = None
+    slots, gradients = (torch.empty(batch, length, dtype=t, device=x.device) for t in (torch.int32, torch.float32))
+    d_ready = partial = None
     if weight is None:  # candidates that are none are not visited
         d_ready = (torch.empty_like if candidates is None else torch.zeros_like)(d_logits)
-    else:
+    if slots.numel():
+        _logit_gradients[(batch * triton.cdiv(length, BLOCK),)](
+            d_gates, d_logits, logits, candidates, seqlens, indices, slots, gradients, d_ready,
+            length, scored, k, alpha, temperature, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    size = tile(width, 4096)
+    programs = min(PARTIALS, triton.cdiv(batch * length, size.rows))
+    if weight is not None:
         partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    if programs and width:
+        weight = weight.contiguous()
+    if d_x.numel():
         _route_backward[(programs, triton.cdiv(width, size.width))](
-            d_rows, d_gates, d_logits, x, None if weight is None else weight.contiguous(), logits,
-            candidates, None if candidates is None else inverse_of(candidates, length), seqlens,
-            indices, inverse_of(indices, length), d_x, partial, d_ready,
-            *x.stride(), batch, length, scored, width, k, alpha, temperature,
-            ACTIVATION=activation, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
+            d_rows, x, weight, slots, gradients, d_x, partial, batch * length, length, width, k, *x.stride(),
+            ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
         )  # fmt: skip
     if weight is None:
         return d_x, x.new_empty(0), d_ready
-    return d_x, partial.sum(0).to(weight.dtype), d_logits.new_empty(0)
+    d_weight = torch.empty(width, dtype=weight.dtype, device=x.device)
+    if width:
+        _sum_partials[(triton.cdiv(width, 16),)](partial, d_weight, programs, width, ROWS=512, WIDTH=16, num_warps=8)
+    return d_x, d_weight, d_logits.new_empty(0)
