@@ -257,7 +257,12 @@ def compile_launches(
             builds.append(inspect(name, setting, arch, compiled, "\n".join(logs)))
 
     triton.runtime.driver.set_active(StandIn(arch))
-    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(subprocess, "run", run_and_log):
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(tempfile.TemporaryDirectory())  # ptxas must run: what it says is in no cache
+        environment = {"TRITON_CACHE_DIR": cache, "TRITON_ALWAYS_COMPILE": "1"}
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(mock.patch.object(subprocess, "run", run_and_log))
         for name, call in calls:
             try:
                 call()
@@ -337,10 +342,8 @@ def table(builds: list[Build]) -> str:
 def main() -> int:
     print(f"Triton {triton.__version__}, torch {torch.__version__}", flush=True)
     os.environ.pop("TRITON_INTERPRET", None)  # under it kernels can't be compiled; the processes below start anew
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ.update(TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
-        with concurrent.futures.ProcessPoolExecutor(len(SHARED), multiprocessing.get_context("spawn")) as processes:
-            results = list(processes.map(gate, SHARED))
+    with concurrent.futures.ProcessPoolExecutor(len(SHARED), multiprocessing.get_context("spawn")) as processes:
+        results = list(processes.map(gate, SHARED))
     builds = [build for found, _ in results for build in found]
     faults = sorted(set().union(*(found for _, found in results)))
     print(table(builds))
