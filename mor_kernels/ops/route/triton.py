@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import find, tile
+from .._triton import find, inverse_of, place, tile
 
 CHUNK = 2048  # logits that one program selects among; most training sequences are one chunk
-IN_FLIGHT = 8192  # rows to score before a sequence's rows are copied: what passes while a sequence is selected
-BLOCK = 1024  # positions that a program of the backward pass looks up at once
+IN_FLIGHT = 2**24  # bytes to score before a sequence's rows are copied: what an H100's L2 cache holds beside the copies
+BLOCK = 256  # positions that a program of the backward pass looks up at once
 PARTIALS = 512  # programs of the backward pass, each with its own sum of the router's gradient
 
 EMPTY = tl.constexpr(-1)  # as fp32 a NaN that no logit is
@@ -360,7 +360,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     many = recorded is None and scored > CHUNK
     chunks = triton.cdiv(scored if recorded is None else k, CHUNK) or 1
     selects = chunks * 4 if many else chunks
-    lag = min(max(batch - 1, 0), triton.cdiv(IN_FLIGHT, scored + 1))
+    lag = min(max(batch - 1, 0), max(IN_FLIGHT // max(scored * width * x.element_size(), 1), 1))
     sizes = (batch * scored, batch * k, 1 + many * batch * (3 + 3 * DIGITS.value + chunks))
     words, slots, work = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
     _route[((batch + lag) * (tiles + selects + copies),)](
@@ -376,7 +376,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
 
 @triton.jit(do_not_specialize=["length", "scored", "k"])
 def _logit_gradients(
-    d_gates, d_logits, logits, candidates, seqlens, indices, slots, gradients, d_ready,
+    d_gates, d_logits, logits, candidates, of_candidates, seqlens, indices, of_indices, slots, gradients, d_ready,
     length, scored, k, alpha, temperature, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of position n, kept as j and candidate i: slots[n] = j, -1 if not kept; and the gradient of x . w, 0 if neither,
@@ -387,14 +387,14 @@ def _logit_gradients(
     b = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = n < length
-    j = find(indices + b * k, n, k, inside)
+    j = place(indices + b * k, of_indices + b * length, n, k, inside)
     tl.store(slots + b * length + n, j, mask=inside)
     real = inside
     if seqlens is not None:
         real = real & (n < tl.load(seqlens + b))
     i = n
     if candidates is not None:
-        i = find(candidates + b * scored, n, scored, real)
+        i = place(candidates + b * scored, of_candidates + b * length, n, scored, real)
         real = i >= 0
     through_gate = real & (j >= 0)
     value = _activate(tl.load(logits + b * scored + i, mask=through_gate, other=0.0), ACTIVATION)
@@ -409,7 +409,7 @@ def _logit_gradients(
     gradient = tl.div_rn(gradient + tl.where(value == value, d_gate * alpha * slope, 0.0), temperature)
     tl.store(gradients + b * length + n, gradient, mask=inside)
     if d_ready is not None:
-        tl.store(d_ready + b * scored + i, gradient, mask=inside if candidates is None else real)
+        tl.store(d_ready + b * scored + i, gradient, mask=real)
 
 
 @triton.jit(do_not_specialize=["rows", "length", "k"])
@@ -467,16 +467,16 @@ def route_backward(
     candidates, seqlens = (t if t is None else t.contiguous() for t in (candidates, seqlens))
     d_x = torch.empty(batch, length, width, dtype=x.dtype, device=x.device)
     slots, gradients = (torch.empty(batch, length, dtype=t, device=x.device) for t in (torch.int32, torch.float32))
-    d_ready = partial = None
-    if weight is None:  # candidates that are none are not visited
-        d_ready = (torch.empty_like if candidates is None else torch.zeros_like)(d_logits)
+    d_ready = torch.zeros_like(d_logits) if weight is None else None  # what is no candidate is not visited
     if slots.numel():
         _logit_gradients[(batch * triton.cdiv(length, BLOCK),)](
-            d_gates, d_logits, logits, candidates, seqlens, indices, slots, gradients, d_ready,
+            d_gates, d_logits, logits, candidates, None if candidates is None else inverse_of(candidates, length),
+            seqlens, indices, inverse_of(indices, length), slots, gradients, d_ready,
             length, scored, k, alpha, temperature, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     size = tile(width, 4096)
     programs = min(PARTIALS, triton.cdiv(batch * length, size.rows))
+    partial = None
     if weight is not None:
         partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         weight = weight.contiguous()
