@@ -79,6 +79,7 @@ def deferred(module: str, function: str) -> Callable:
     return lambda *arguments: load()(*arguments)
 
 
+@torch.compiler.assume_constant_result  # what it asks, Dynamo doesn't trace
 def unavailable(
     backend: str,
     op: str | None = None,

@@ -21,9 +21,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile(width: int, elements: int = 8192, num_warps: int = 4) -> Tile:
-    """Whole rows as long as they fit: ``elements`` at a time, 64 a thread by default, which keeps loads 16 bytes wide
-    and several in flight. One setting for every length."""
+def tile(width: int, elements: int, num_warps: int) -> Tile:
+    """Whole rows as long as they fit into ``elements``, which each kernel chooses once, whatever the length."""
     columns = min(triton.next_power_of_2(max(width, 16)), elements)
     return Tile(max(elements // columns, 1), columns, num_warps)
 

@@ -38,7 +38,7 @@ def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if rows.numel():
         flat = x.reshape(x.shape[0], rows[0].numel())
         width = flat.shape[1]
-        size = tile(width)
+        size = tile(width, 2048, 4)
         _gather[(triton.cdiv(len(rows), size.rows), triton.cdiv(width, size.width))](
             flat, indices.contiguous(), rows, len(rows), len(flat), *flat.stride(), width,
             ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
@@ -50,7 +50,7 @@ def gather_backward(d_rows: torch.Tensor, indices: torch.Tensor, length: int) ->
     d_x = d_rows.new_empty(length, *d_rows.shape[1:])
     if d_x.numel():
         width = d_x[0].numel()
-        size = tile(width)
+        size = tile(width, 2048, 4)
         indices = indices.contiguous()
         _gather_backward[(triton.cdiv(length, size.rows), triton.cdiv(width, size.width))](
             d_rows.contiguous(), indices, inverse_of(indices[None], length), d_x, len(indices), length, width,

@@ -354,10 +354,10 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     make_counts = torch.empty if recorded is None else torch.zeros  # a recorded choice is counted chunk by chunk
     counts = make_counts(batch, dtype=torch.int32, device=x.device)
 
-    size = tile(width, 16384, 8)
+    many = recorded is None and scored > CHUNK
+    size = tile(width, (16384 if many else 32768) // x.element_size(), 8)  # with many chunks more registers are taken
     scores = CHUNK if weight is None else size.rows
     tiles, copies = triton.cdiv(scored, scores), triton.cdiv(k, size.rows)
-    many = recorded is None and scored > CHUNK
     chunks = triton.cdiv(scored if recorded is None else k, CHUNK) or 1
     selects = chunks * 4 if many else chunks
     lag = min(max(batch - 1, 0), max(IN_FLIGHT // max(scored * width * x.element_size(), 1), 1))
@@ -474,7 +474,7 @@ def route_backward(
             seqlens, indices, inverse_of(indices, length), slots, gradients, d_ready,
             length, scored, k, alpha, temperature, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
-    size = tile(width, 4096)
+    size = tile(width, 8192 // x.element_size(), 4)
     programs = min(PARTIALS, triton.cdiv(batch * length, size.rows))
     partial = None
     if weight is not None:

@@ -205,7 +205,7 @@ def scatter_back(x, update, indices, gates, residual):
     out = x.new_empty(x.shape)
     if out.numel():
         batch, length, width = x.shape
-        size = tile(width, ELEMENTS)
+        size = tile(width, ELEMENTS, 4)
         indices = indices.contiguous()
         _forward[(batch * triton.cdiv(length, size.rows), triton.cdiv(width, size.width))](
             x, update, indices, inverse_of(indices, length), _contiguous(gates), out, length, indices.shape[1],
@@ -219,7 +219,7 @@ def scatter_back_in_place(x, update, indices, gates, residual):
     torch.autograd.graph.increment_version(x)  # PyTorch doesn't see a kernel's writes
     if x.numel() and update.numel():
         batch, k, width = update.shape
-        size = tile(width, ELEMENTS)
+        size = tile(width, ELEMENTS, 4)
         _in_place[(batch * triton.cdiv(k, size.rows), triton.cdiv(width, size.width))](
             x, update, indices.contiguous(), _contiguous(gates), x.shape[1], k, *x.stride(), *update.stride(),
             D=width, RESIDUAL=residual, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
@@ -232,7 +232,7 @@ def scatter_back_backward(d_out, x, update, indices, gates, dtype, residual):
     d_update = d_out.new_empty(batch, k, width, dtype=dtype)
     d_gates = None if gates is None else gates.new_empty(gates.shape)
     indices, gates = indices.contiguous(), _contiguous(gates)
-    size = tile(width, ELEMENTS)
+    size = tile(width, ELEMENTS, 4)
     by_slot = batch * triton.cdiv(k, size.rows)
     constants = {"D": width, "ROWS": size.rows, "WIDTH": size.width, "num_warps": size.num_warps}
     if residual == "block":
