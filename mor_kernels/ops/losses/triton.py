@@ -59,7 +59,7 @@ def _mean_of(kernel, programs, *arguments, **constants):
     counts = like.new_empty(programs, dtype=torch.int32)
     loss, count = like.new_empty((), dtype=torch.float32), like.new_empty((), dtype=torch.int64)
     if programs:
-        kernel[(programs,)](*arguments, sums, counts, **constants, num_warps=4)
+        kernel[(programs,)](*arguments, sums, counts, **constants, num_warps=8)
     _mean[(1,)](sums, counts, loss, count, programs, BLOCK=BLOCK, num_warps=4)
     return loss, count
 

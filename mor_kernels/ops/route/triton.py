@@ -78,10 +78,11 @@ def _key(logit, valid, alpha, ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARG
 def _candidates(candidates, seqlens, b, i, scored, length):
     """Positions of candidates i of a sequence, and whether they are real; all positions if ``candidates`` is None."""
     valid = i < scored
-    position = i.to(tl.int64)
+    position = i
     if candidates is not None:
         position = tl.load(candidates + b * scored + i, mask=valid, other=-1)
         valid = valid & (position >= 0) & (position < length)
+        position = position.to(tl.int32)
     if seqlens is not None:
         valid = valid & (position < tl.load(seqlens + b))
     return position, valid
@@ -182,7 +183,7 @@ def _score(
         for start in range(0, width, WIDTH):
             d = start + tl.arange(0, WIDTH)
             w = tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)
-            source = x + position[:, None] * stride_n + d[None, :].to(tl.int64) * stride_d
+            source = x + (position.to(tl.int64) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
             row = tl.load(source, mask=valid[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
             logit += tl.sum(row * w[None, :], 1)
     logit = tl.where(valid, _bounded(tl.div_rn(logit, temperature), FLOAT_MAX), 0.0)
@@ -211,8 +212,8 @@ def _refine(key, counters, histogram, stage, k, chunks):
 
 @triton.jit
 def _select(
-    key, words, candidates, indices, gates, slots, counts, counters, histogram, published, chunk, i, k, alpha, chunks,
-    ACTIVATION: tl.constexpr, MANY: tl.constexpr, PRIOR: tl.constexpr,
+    key, words, position, indices, gates, slots, counts, counters, histogram, published, chunk, i, k, alpha, chunks,
+    ACTIVATION: tl.constexpr, RANK: tl.constexpr, MANY: tl.constexpr, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """Keep what is above the threshold, and as many of what is at it as are wanted, from the lowest position on."""
     if MANY:
@@ -223,28 +224,29 @@ def _select(
         third, want = _largest_digit(histogram + 2 * DIGITS, want)
         threshold = ((first ^ SIGN) << 21) | (second << 10) | third
         above = key > threshold
-        tied = (key == threshold) & (key != LOWEST)
-        before, tied_before = _look_back(published, chunk, above, tied, PRIOR)
-        before += tl.minimum(tied_before, want)
-        keep = above | (tied & (tied_before + tl.cumsum(tied.to(tl.int32), 0) <= want))
+        tied = key == threshold
+        above_before, tied_before = _look_back(published, chunk, above, tied, PRIOR)
     else:
         kept = tl.minimum(k, tl.sum((key != LOWEST).to(tl.int32), 0))
         threshold = _threshold(key, kept)
-        keep = key >= threshold
-        if tl.sum(keep.to(tl.int32), 0) > kept:  # more at the threshold than are wanted
-            above = key > threshold
-            tie = tl.cumsum((key == threshold).to(tl.int32), 0)
-            keep = above | (keep & (tie <= kept - tl.sum(above.to(tl.int32), 0)))
-        before = 0
-    j = before + tl.cumsum(keep.to(tl.int32), 0) - 1
-    position = i if candidates is None else tl.load(candidates + i, mask=keep, other=0).to(tl.int32)
+        above = key > threshold
+        tied = key == threshold
+        want = kept - tl.sum(above.to(tl.int32), 0)
+        above_before = 0
+        tied_before = 0
+    count = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), 0)  # of both at once
+    tie = tied_before + (count >> 16)
+    keep = above | (tied & (tie <= want))
+    j = above_before + (count & 0xFFFF) + tl.minimum(tie, want) - 1
     tl.store(slots + j, position, mask=keep)
     tail = (i >= kept) & (i < k)
     tl.store(slots + i, NONE, mask=tail)
     tl.store(indices + i, -1, mask=tail)
     tl.store(gates + i, 0.0, mask=tail)
     tl.store(indices + j, position.to(tl.int64), mask=keep)
-    logit = tl.load(words + i, mask=keep, other=0).to(tl.float32, bitcast=True)
+    # a key that ranks the logit is its bits; to read them again would keep the addresses in registers
+    word = key ^ ((key >> 31) & 0x7FFFFFFF) if RANK is None else tl.load(words + i, mask=keep, other=0)
+    logit = word.to(tl.float32, bitcast=True)
     tl.store(gates + j, _gate(logit, alpha, ACTIVATION), mask=keep)
     if chunk == 0:
         tl.store(counts, kept)
@@ -324,7 +326,7 @@ def _route(
                 counters = work + 1 + b * 3
                 histogram = work + 1 + batch * 3 + b * (3 * DIGITS)
                 published = work + 1 + batch * (3 + 3 * DIGITS) + b * chunks
-                _, valid = _candidates(candidates, seqlens, b, i, scored, length)
+                position, valid = _candidates(candidates, seqlens, b, i, scored, length)
                 logit = _written(words + b * scored + i, valid).to(tl.float32, bitcast=True)
                 key = _key(logit, valid, alpha, ACTIVATION, RANK, LARGEST)
                 if stage < selects // chunks - 1:
@@ -332,9 +334,8 @@ def _route(
                     _count_done(counters + stage)
                 else:
                     _select(
-                        key, words + b * scored, None if candidates is None else candidates + b * scored,
-                        indices + b * k, gates + b * k, slots + b * k, counts + b,
-                        counters, histogram, published, chunk, i, k, alpha, chunks, ACTIVATION, MANY, PRIOR,
+                        key, words + b * scored, position, indices + b * k, gates + b * k, slots + b * k, counts + b,
+                        counters, histogram, published, chunk, i, k, alpha, chunks, ACTIVATION, RANK, MANY, PRIOR,
                     )  # fmt: skip
         else:
             _copy(
@@ -355,7 +356,8 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     counts = make_counts(batch, dtype=torch.int32, device=x.device)
 
     many = recorded is None and scored > CHUNK
-    size = tile(width, (16384 if many else 32768) // x.element_size(), 8)  # with many chunks more registers are taken
+    aligned = width % 16 == 0  # else what comes with each element takes twice the registers
+    size = tile(width, (32768 if aligned else 16384) // x.element_size(), 8)
     scores = CHUNK if weight is None else size.rows
     tiles, copies = triton.cdiv(scored, scores), triton.cdiv(k, size.rows)
     chunks = triton.cdiv(scored if recorded is None else k, CHUNK) or 1
@@ -370,6 +372,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
         ACTIVATION=activation, RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
         LARGEST=torch.finfo(x.dtype).max, MANY=many, CHUNK=CHUNK, PRIOR=triton.next_power_of_2(chunks) if many else 1,
         SCORES=scores, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
+        maxnreg=128,  # so that two programs fit a multiprocessor
     )  # fmt: skip
     return rows, indices, gates, words.view(torch.float32).view(batch, scored), counts
 
