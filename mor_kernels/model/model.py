@@ -309,6 +309,8 @@ class MoR(nn.Module):
         depths = self._real(positions, seqlens).long()
         x = x.flatten(0, 1)
         places = depths.flatten().cumsum(0) - 1
+        # without gradients, in place: the stream is this call's own
+        scatter_back = ops.scatter_back if torch.is_grad_enabled() else ops.scatter_back_
         for r in range(config.num_recursions):
             if r:
                 depths = torch.where((depths == r) & self.goes_on(r, x).view(shape[:2]), r + 1, depths)
@@ -319,7 +321,7 @@ class MoR(nn.Module):
             key_values.begin(r, where % length, cu_seqlens, longest, torch.where(indices >= 0, places[where], -1))
             update = self.block(rows, r, where % length, key_values.attend)
             gates = self.expert_gates(r, rows)
-            x = ops.scatter_back(x, update, indices, gates, residual=config.residual)
+            x = scatter_back(x, update, indices, gates, residual=config.residual)
         return x.view(shape), (depths, {}, {})
 
     def goes_on(self, recursion: int, x: torch.Tensor) -> torch.Tensor:

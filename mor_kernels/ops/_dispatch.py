@@ -38,13 +38,16 @@ def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
         *arguments, backend = args
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         device = tensors[0].device
-        implementation = backends[_best(name, tensors) if backend == "auto" else backend]
+        if backend == "auto":
+            backend = _best(name, tensors)
+        elif reason := _refusal(name, backend, tensors):
+            raise RuntimeError(f"{name}: backend={backend!r} is not available: {reason}")
         with contextlib.ExitStack() as stack:
             if torch.is_autocast_enabled(device.type):  # an implementation chooses its own precision
                 stack.enter_context(torch.autocast(device.type, enabled=False))
             if device.type == "cuda" and device.index != torch.cuda.current_device():  # where Triton launches
                 stack.enter_context(torch.cuda.device(device))
-            return _contiguous(implementation(*arguments))
+            return _contiguous(backends[backend](*arguments))
 
     def run_fake(*args):
         return fake(*args[:-1])
@@ -79,7 +82,6 @@ def deferred(module: str, function: str) -> Callable:
     return lambda *arguments: load()(*arguments)
 
 
-@torch.compiler.assume_constant_result  # what it asks, Dynamo doesn't trace
 def unavailable(
     backend: str,
     op: str | None = None,
@@ -107,29 +109,34 @@ def unavailable(
     return None if capability >= (8, 0) else f"it needs compute capability 8.0 (A100) or newer, not {capability}"
 
 
-_reason = functools.cache(unavailable)  # for devices whose answer can't change while the process runs
+_cached = functools.cache(unavailable)  # what is asked of a GPU or a dtype doesn't change while the process runs
+
+
+def _refusal(op: str, backend: str, tensors: list[torch.Tensor]) -> str | None:
+    """Why ``backend`` can't serve ``op`` on ``tensors``; None if it can."""
+    for device, dtype in {(t.device, t.dtype) for t in tensors}:
+        if reason := (_cached if device.type == "cuda" else unavailable)(backend, op, device, dtype):
+            return reason
+    return None
 
 
 def _best(op: str, tensors: list[torch.Tensor]) -> str:
     """Triton where it runs natively and has the op, for what it computes; eager for all else."""
-    if all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
-        if _reason("triton", op, tensors[0].device) is None:
-            return "triton"
-    return "eager"
+    return "triton" if tensors[0].is_cuda and _refusal(op, "triton", tensors) is None else "eager"
 
 
 def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None) -> str:
-    """The backend for ``op`` on ``tensors``: the one that ``backend=`` or ``MOR_BACKEND`` names; "auto" stays, and
-    becomes the best there is when the op runs, outside any compiled graph.
+    """The backend for ``op`` on ``tensors``: the one that ``backend=`` or ``MOR_BACKEND`` names. "auto" stays, and
+    becomes the best there is when the op runs. In a compiled graph that is when a named one is asked after, too, since
+    Dynamo doesn't trace the questions.
 
     Raises:
         RuntimeError: a backend was named and isn't there, with the reason.
     """
     named = backend or _default_backend
-    if named == "auto":
+    if named == "auto" or torch.compiler.is_compiling():
         return named
-    reasons = [unavailable(named, op, t.device, t.dtype) for t in tensors if t is not None]
-    reason = next(filter(None, reasons), None)
+    reason = _refusal(op, named, [t for t in tensors if t is not None])
     if reason is not None:
         source = "backend" if backend else "MOR_BACKEND"
         raise RuntimeError(f"{op}: {source}={named!r} is not available: {reason}")

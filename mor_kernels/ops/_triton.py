@@ -12,6 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def bounded(value, largest):
+    """Infinities as the largest finite number; NaN stays."""
+    value = tl.where(value > largest, largest, value)
+    return tl.where(value < -largest, -largest, value)
+
 
 class Tile(NamedTuple):
     """Rows that a program handles at once, columns of them (a power of two), and its warps."""

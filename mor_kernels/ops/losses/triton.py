@@ -12,16 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+from .._triton import FLOAT_MAX, bounded, find
+
 BLOCK = 1024  # elements that a program works on at once
 PARTS = 64  # programs among which the tokens of one group are divided, at most
-
-
-@triton.jit
-def _bounded(logit):
-    """Infinities as the largest finite number; NaN stays."""
-    logit = tl.where(logit > FLOAT_MAX, FLOAT_MAX, logit)
-    return tl.where(logit < -FLOAT_MAX, -FLOAT_MAX, logit)
 
 
 @triton.jit
@@ -65,22 +59,6 @@ def _mean_of(kernel, programs, *arguments, **constants):
 
 
 @triton.jit
-def _is_kept(kept, position, k, mask):
-    """Whether ``position`` is among the ``kept`` of its sequence, (k,) ascending, -1 at the end."""
-    low = tl.zeros_like(position)
-    end = k
-    high = low + end
-    while k > 0:  # the first that is not below it lies in low..high
-        middle = (low + high) >> 1
-        found = tl.load(kept + middle, mask=mask & (low < high), other=-1)
-        below = (found >= 0) & (found < position)
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
-        k = k >> 1
-    return tl.load(kept + low, mask=mask & (low < end), other=-1) == position
-
-
-@triton.jit
 def _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK: tl.constexpr):
     """A block of the flattened candidates: their number, logits, whether each is real, and whether it was kept."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,14 +71,14 @@ def _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK: tl.co
         valid = valid & (position >= 0)
     if seqlens is not None:
         valid = valid & (position < tl.load(seqlens + b, mask=valid, other=0))
-    return i, logit, valid, _is_kept(kept + b * k, position, k, valid)
+    return i, logit, valid, find(kept + b * k, position, k, valid) >= 0
 
 
 @triton.jit(do_not_specialize=["total", "scored", "k"])
 def _aux(logits, kept, candidates, seqlens, total, scored, k, sums, counts, BLOCK: tl.constexpr):
     """Each valid candidate: log(1 + exp(l)) - l where it was kept, log(1 + exp(l)) where not."""
     _, logit, valid, target = _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK)
-    logit = _bounded(logit)
+    logit = bounded(logit, FLOAT_MAX)
     wrong = tl.where(target, -logit, logit)  # how far on the wrong side
     each = tl.where(wrong > 0, wrong, 0.0) + _log1p(tl.exp(-tl.abs(logit)))
     _write_part(tl.where(valid, each, 0.0), valid, sums, counts)
@@ -147,7 +125,8 @@ def _logsumexp(logits, valid, tokens, experts, ROWS: tl.constexpr, WIDTH: tl.con
     mask = real[:, None] & is_expert
     if valid is not None:
         real = real & (tl.load(valid + token, mask=real, other=0) != 0)
-    logit = _bounded(tl.load(logits + at, mask=real[:, None] & is_expert, other=0.0).to(tl.float32))
+    logit = tl.load(logits + at, mask=real[:, None] & is_expert, other=0.0).to(tl.float32)
+    logit = bounded(logit, FLOAT_MAX)
     logit = tl.where(is_expert, logit, -float("inf"))
     largest = tl.max(logit, 1)
     e = tl.exp(logit - largest[:, None])

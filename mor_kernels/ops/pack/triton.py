@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+from .._triton import FLOAT_MAX
+
 CHUNK = 1024  # tokens, or tokens x recursions, that a program works on
 
 

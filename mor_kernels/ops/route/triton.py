@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import find, inverse_of, place, tile
+from .._triton import FLOAT_MAX, bounded, find, inverse_of, place, tile
 
 CHUNK = 2048  # logits that one program selects among; most training sequences are one chunk
 IN_FLIGHT = 2**24  # bytes to score before a sequence's rows are copied: what an H100's L2 cache holds beside the copies
@@ -34,14 +34,6 @@ NAN = tl.constexpr(0x7FC00000)
 DIGITS = tl.constexpr(2048)  # bins of a histogram; a key's digits have 11, 11 and 10 bits
 SIGN = tl.constexpr(1024)  # turned in the first digit, so that digits of negative keys rank below
 LOWEST = tl.constexpr(-(2**31))  # key of what is never kept
-FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-@triton.jit
-def _bounded(value, largest):
-    """Infinities as the largest finite number; NaN stays."""
-    value = tl.where(value > largest, largest, value)
-    return tl.where(value < -largest, -largest, value)
 
 
 @triton.jit
@@ -62,14 +54,14 @@ def _activate(logit, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gate(logit, alpha, ACTIVATION: tl.constexpr):
     """alpha * G(logit); 0 where the logit is not a number."""
-    return tl.where(logit == logit, _bounded(alpha * _activate(logit, ACTIVATION), FLOAT_MAX), 0.0)
+    return tl.where(logit == logit, bounded(alpha * _activate(logit, ACTIVATION), FLOAT_MAX), 0.0)
 
 
 @triton.jit
 def _key(logit, valid, alpha, ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr):
     """An int32 that ranks as the logit does, or as its score in the dtype RANK, whose largest number is LARGEST."""
     if RANK is not None:
-        logit = _bounded((alpha * _activate(logit, ACTIVATION)).to(RANK).to(tl.float32), LARGEST)
+        logit = bounded((alpha * _activate(logit, ACTIVATION)).to(RANK).to(tl.float32), LARGEST)
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # -0.0 ranks as 0.0
     return tl.where(valid & (logit == logit), bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
 
@@ -186,7 +178,7 @@ def _score(
             source = x + (position.to(tl.int64) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
             row = tl.load(source, mask=valid[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
             logit += tl.sum(row * w[None, :], 1)
-    logit = tl.where(valid, _bounded(tl.div_rn(logit, temperature), FLOAT_MAX), 0.0)
+    logit = tl.where(valid, bounded(tl.div_rn(logit, temperature), FLOAT_MAX), 0.0)
     word = tl.where(logit == logit, logit.to(tl.int32, bitcast=True), NAN)
     tl.store(words + b * scored + i, word, mask=i < scored)
 
@@ -245,7 +237,11 @@ def _select(
     tl.store(gates + i, 0.0, mask=tail)
     tl.store(indices + j, position.to(tl.int64), mask=keep)
     # a key that ranks the logit is its bits; to read them again would keep the addresses in registers
-    word = key ^ ((key >> 31) & 0x7FFFFFFF) if RANK is None else tl.load(words + i, mask=keep, other=0)
+    word = (
+        key ^ ((key >> 31) & 0x7FFFFFFF)
+        if RANK is None
+        else tl.load(words + i, mask=keep, other=0, cache_modifier=".cg")
+    )
     logit = word.to(tl.float32, bitcast=True)
     tl.store(gates + j, _gate(logit, alpha, ACTIVATION), mask=keep)
     if chunk == 0:
