@@ -72,11 +72,13 @@ def find(ascending, position, count, mask):
     a search of log2(count) steps, but no launch before."""
     low = tl.zeros_like(position)
     high = low + count
-    while tl.max(high - low, 0) > 0:  # the first that is not below it lies in low..high
+    left = count
+    while left > 0:  # the first that is not below it lies in low..high
         middle = (low + high) >> 1
         found = tl.load(ascending + middle, mask=mask & (low < high), other=-1)
-        below = (found >= 0) & (found < position)
-        low = tl.where(below & (low < high), middle + 1, low)
+        below = (low < high) & (found >= 0) & (found < position)
+        low = tl.where(below, middle + 1, low)
         high = tl.where(below, high, middle)
+        left >>= 1
     there = mask & (low < count)
     return tl.where(there & (tl.load(ascending + low, mask=there, other=-1) == position), low, -1)

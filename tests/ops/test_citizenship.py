@@ -166,7 +166,11 @@ def test_small_ops_of_each_backend(monkeypatch, device, backend, name):
     turned = [t.detach().mT.contiguous().mT.requires_grad_() for t in inputs]
     turned = results(function, turned, [t.mT.contiguous().mT if t.dim() > 1 else t for t in others])
     for one, other, third in zip(plain, compiled, turned, strict=True):
-        assert torch.equal(one, other) and torch.equal(one, third)
+        assert torch.equal(one, other)
+        if backend == "eager":  # on a GPU, PyTorch adds up in the order of memory
+            torch.testing.assert_close(third, one, rtol=1e-6, atol=1e-8)
+        else:
+            assert torch.equal(one, third)
 
 
 @targets("scatter_back")
