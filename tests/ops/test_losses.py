@@ -130,6 +130,7 @@ def test_loss_of_many(device, backend, name):
 
 
 @s.targets("aux_loss")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_extreme_logits(device, backend):
     logits = torch.tensor([[torch.inf, -torch.inf, 0.0, 30.0]], device=device, requires_grad=True)
     kept = torch.tensor([[0, 3]], device=device)
@@ -137,6 +138,9 @@ def test_extreme_logits(device, backend):
     loss.backward()
     torch.testing.assert_close(loss.cpu(), torch.tensor(math.log(2) / 4))
     torch.testing.assert_close(logits.grad.cpu(), torch.tensor([[0.0, 0.0, 0.125, 0.0]]))
+    wrong = ops.aux_loss(logits.detach()[:, :1], kept[:, :0], backend=backend)
+    assert wrong.item() == torch.finfo(torch.float32).max
+    assert ops.z_loss(logits.detach()[:, None], backend=backend).item() == torch.inf
     sure = torch.tensor([[-20.0]], device=device)  # 1 + exp(-20) is 1.0 in fp32, yet the loss isn't 0
     loss = ops.aux_loss(sure, kept[:, :0], backend=backend)
     torch.testing.assert_close(loss.cpu(), torch.tensor(math.log1p(math.exp(-20))), rtol=1e-5, atol=0)

@@ -38,11 +38,12 @@ def test_pack_depths(device, backend, batch, length, recursions, seed, dtype, st
 
 
 @s.targets("pack_depths")
-@pytest.mark.parametrize("shape", [(5, 1001), (3000, 1), (1, 2048)])
-def test_pack_depths_of_many(device, backend, shape):
-    """More tokens than a program packs; sequences that begin anywhere."""
+@pytest.mark.parametrize(("shape", "small"), [((5, 1001), 0), ((3000, 1), 0), ((1, 2048), 0), ((5, 31), 1)])
+def test_pack_depths_of_many(device, backend, shape, small):
+    """More tokens than a program packs, more chunks than it adds up at once; sequences that begin anywhere."""
     depths = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0))
-    got = ops.pack_depths(depths.to(device), 2, backend=backend)
+    with chunks_of(backend, small):
+        got = ops.pack_depths(depths.to(device), 2, backend=backend)
     for one, other in zip(got, reference.pack_depths(depths, 2)):
         assert torch.equal(one.cpu(), other)
 
@@ -98,6 +99,7 @@ EXTREMES = [
     ([torch.nan] * 3, 1),
     ([-torch.inf, torch.inf, 0.0], 2),
     ([-torch.inf] * 3, 1),
+    ([torch.nan, -torch.inf, torch.nan], 2),
 ]
 
 
@@ -234,8 +236,36 @@ def test_kernels_take_an_index_outside_the_sequence_for_none(device, residual):
         out = ops.scatter_back(*tensors[:2], index, tensors[2], residual=residual, backend="triton")
         results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
         results[-1].append(ops.scatter_back_(x.clone(), update, index, gates, residual=residual, backend="triton"))
+    results = [[*r, ops.gather(x[0], index[0], backend="triton")] for r, index in zip(results, (outside, none))]
     for one, other in zip(*results):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", [d for d in s.DEVICES if unavailable("triton", "scatter_back", d) is None])
+def test_kernels_ask_the_indices_what_unwritten_memory_claims(device, monkeypatch):
+    """Where no index names a position, the inverse holds anything: here a slot, that of another position."""
+    largest = torch.iinfo(torch.int32).max  # what deterministic mode fills unwritten memory with
+    for op in ("route", "gather", "scatter_back"):
+        kernels = importlib.import_module(f"mor_kernels.ops.{op}.triton")
+        inverse_of = kernels.inverse_of
+        claim = lambda *args, f=inverse_of: (t := f(*args)).masked_fill(t == largest, 0)  # noqa: E731
+        monkeypatch.setattr(kernels, "inverse_of", claim)
+    x, update, gates = (s.normal(shape, 0, torch.float32).to(device) for shape in [(2, 5, 3), (2, 3, 3), (2, 3)])
+    index, candidates = torch.tensor([[[3, 1, -1], [0, 2, 4]], [[1, 3, 4], [0, -1, -1]]], device=device)
+    calls = [
+        lambda a, f, g, backend: (ops.scatter_back(a, f, index, g, residual="delta", backend=backend),),
+        lambda a, f, g, backend: (ops.gather(a[0], index[0], backend=backend),),
+        lambda a, f, g, backend: ops.route(a, f[0, 0], 2, candidates=candidates, backend=backend)[:4:2],
+    ]
+    for call in calls:
+        results = []
+        for backend in ("triton", "eager"):
+            tensors = [t.clone().requires_grad_() for t in (x, update, gates)]
+            outputs = call(*tensors, backend)
+            loss = sum(t.square().sum() for t in outputs)
+            results.append([*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)])
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other)
 
 
 def test_scatter_of_everything_back_is_the_identity():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from mor_kernels import ops
+from mor_kernels.ops._dispatch import unavailable
 from reference import ops as reference
 from tests import strategies as s
 
@@ -137,9 +138,54 @@ def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, neste
         s.assert_close(got.gates, want.gates, torch.float32)
 
 
-def choose(logits, k, **options):
-    logits = torch.tensor([logits])
-    x = torch.arange(1.0, logits.shape[1] + 1)[None, :, None]
+@s.targets("route")
+@pytest.mark.parametrize("ready", [False, True])
+def test_gradients_in_many_programs(device, backend, ready, monkeypatch):
+    """Nested, ragged and long enough that each program of a kernel has several tiles; one logit is no number."""
+    if backend == "triton":
+        kernels = importlib.import_module("mor_kernels.ops.route.triton")
+        for name, value in {"CHUNK": 16, "BLOCK": 16, "PARTIALS": 2, "IN_FLIGHT": 1}.items():
+            monkeypatch.setattr(kernels, name, value)
+    batch, length = 3, 130
+    candidates, seqlens = s.subset(batch, length, 0), torch.tensor([length, 0, 70])
+    x, weight = s.tied((batch, length, 2), 1, torch.float32), torch.tensor([1.0, -0.5])
+    logits = s.tied(candidates.shape, 2, torch.float32)
+    logits[0, 5] = torch.nan
+    kept = ops.route(x, weight, 40, candidates=candidates, seqlens=seqlens, backend="eager").indices
+    kept[0] = candidates[0, :40]  # so the one without a logit is kept too
+    results = []
+    for where, dtype, name in [(device, torch.float32, backend), ("cpu", torch.float64, "eager")]:
+        a, w = (t.to(where, dtype).requires_grad_() for t in (x, logits if ready else weight))
+        options = {"candidates": candidates, "seqlens": seqlens, "indices": kept}
+        options = {n: t.to(where) for n, t in options.items()} | {"logits": w if ready else None}
+        got = ops.route(a, None if ready else w, 40, temperature=0.5, activation="tanh", backend=name, **options)
+        outputs = (got.rows, got.gates, got.logits[got.logits == got.logits])
+        loss = sum((t.double() * s.normal(t.shape, i).to(where)).sum() for i, t in enumerate(outputs))
+        results.append([got.counts, got.rows, got.gates, *torch.autograd.grad(loss, (a, w))])
+    for one, other, name in zip(*results, ("counts", "rows", "gates", "d_x", "d_weight or d_logits"), strict=True):
+        s.assert_close(one, other, torch.float32, 4, name, cancels=0.25)
+
+
+@pytest.mark.parametrize("device", [d for d in s.DEVICES if unavailable("triton", "route", d) is None])
+@pytest.mark.parametrize("nested", [False, True])
+def test_kernels_take_what_is_outside_the_sequence_for_none(device, nested):
+    x, logits = s.normal((2, 5, 3), 0, torch.float32).to(device), torch.arange(10.0, device=device).view(2, 5)
+    recorded = torch.tensor([[1, 5, 4, 2**40], [0, 3, -7, 2**31]], device=device)
+    want = [[1, -1, 4, -1], [0, -1, -1, -1]]
+    candidates = torch.tensor([[0, 1, 4, 2**40, -1], [0, 1, 2, 3, 4]], device=device) if nested else None
+    options = {"logits": logits, "candidates": candidates, "seqlens": torch.tensor([9, 2], device=device)}
+    got = ops.route(x, None, 4, indices=recorded, backend="triton", **options)
+    assert got.indices.tolist() == want and got.counts.tolist() == [2, 1]
+    again = ops.route(x, None, 4, indices=got.indices, backend="triton", **options)
+    assert all(torch.equal(one, other) for one, other in zip(got, again))
+    assert not got.rows[got.indices < 0].any() and not got.gates[got.indices < 0].any()
+    chosen = ops.route(x, None, 4, backend="triton", **options).indices
+    assert chosen.tolist() == [[0, 1, 4, -1] if nested else [1, 2, 3, 4], [0, 1, -1, -1]]
+
+
+def choose(logits, k, device="cpu", **options):
+    logits = torch.tensor([logits], device=device)
+    x = torch.arange(1.0, logits.shape[1] + 1, device=device)[None, :, None]
     routed = ops.route(x, None, k, logits=logits, **options)
     assert all(t.isfinite().all() for t in (routed.rows, routed.gates))
     return routed
@@ -151,6 +197,7 @@ def test_known_choice():
     torch.testing.assert_close(routed.gates, torch.tensor([[0.9, 0.8]]))
 
 
+@s.targets("route")
 @pytest.mark.parametrize(
     ("logits", "k", "indices"),
     [
@@ -166,16 +213,28 @@ def test_known_choice():
         ([torch.nan, -1.0, torch.nan], 2, [1, -1]),
     ],
 )
-def test_ties_and_extremes(logits, k, indices):
-    assert choose(logits, k).indices.tolist() == [indices]
-    choose(logits, k, activation="none"), choose(logits, k, activation="tanh")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
+def test_ties_and_extremes(device, backend, logits, k, indices):
+    for activation, alpha in [("sigmoid", 0.1), ("none", 2.0), ("tanh", 0.1)]:
+        routed = choose(logits, k, device, backend=backend, activation=activation, alpha=alpha)
+        assert routed.indices.tolist() == [indices]
+        assert torch.equal(routed.logits.isnan().cpu(), torch.tensor([logits]).isnan())
 
 
-def test_score_rank_has_the_ties_of_its_dtype():
-    x = torch.ones(1, 3, 1, dtype=torch.bfloat16)
-    logits = torch.tensor([[4.000, 4.001, 4.002]])
-    assert ops.route(x, None, 1, logits=logits, rank="score").indices.tolist() == [[0]]
-    assert ops.route(x, None, 1, logits=logits, rank="logit").indices.tolist() == [[2]]
+@s.targets("route")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
+def test_score_rank_has_the_ties_of_its_dtype(device, backend):
+    logits = torch.tensor([[4.000, 4.001, 4.002]], device=device)
+    for dtype in s.HALVES if (device, backend) != ("cpu", "triton") else [torch.float16]:
+        x = torch.ones(1, 3, 1, dtype=dtype, device=device)
+        assert ops.route(x, None, 1, logits=logits, rank="score", backend=backend).indices.tolist() == [[0]]
+        assert ops.route(x, None, 1, logits=logits, rank="logit", backend=backend).indices.tolist() == [[2]]
+        options = {"rank": "score", "alpha": 1.0, "activation": "none", "backend": backend}
+        large = 3e4 * logits  # past the largest number of fp16; the gates still are fp32
+        assert ops.route(x, None, 1, logits=large, **options).indices.tolist() == [[0]]
+        assert torch.equal(ops.route(x, None, 3, logits=large, **options).gates, large)
+        ends = torch.tensor([[torch.finfo(dtype).max, torch.inf]], device=device)  # the same, once bounded
+        assert ops.route(x[:, :2], None, 1, logits=ends, **options).indices.tolist() == [[0]]
 
 
 def test_padding_is_never_kept():
