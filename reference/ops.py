@@ -127,7 +127,8 @@ def route(
         elif rank == "logit":
             kept = keep_best(logit_of, k)
         elif rank == "score":
-            kept = keep_best({position: gate.to(x.dtype) for position, gate in gate_of.items()}, k)
+            scores = {p: gate.to(x.dtype) if logit_of[p] == logit_of[p] else logit_of[p] for p, gate in gate_of.items()}
+            kept = keep_best(scores, k)
         else:
             raise ValueError(f"rank: expected logit or score, got {rank!r}")
 

@@ -30,7 +30,12 @@ BAD = [
     (lambda: ops.route(X, W, -1), "route: k: expected a whole number of at least 0, got -1"),
     (lambda: ops.route(X, W, 1, activation="relu"), "route: activation: expected 'sigmoid' or .*, got 'relu'"),
     (lambda: ops.route(X, W, 1, rank="best"), "route: rank: expected 'logit' or 'score', got 'best'"),
-    (lambda: ops.route(X, W, 1, temperature=0.0), "route: temperature: expected a number > 0, got 0.0"),
+    (lambda: ops.z_loss(torch.ones(2, 3, 0)), "z_loss: logits: expected at least one expert, got 0"),
+    (
+        lambda: ops.balance_loss(torch.ones(2, 3, 0), torch.ones(2, 3, dtype=torch.int64)),
+        "balance_loss: probs: expected at least one expert, got 0",
+    ),
+    (lambda: ops.route(X, W, 1, temperature=0.0), "route: temperature: expected a number > 0 in fp32, got 0.0"),
     (lambda: ops.route(X, W, 1, candidates=I2.int()), "route: candidates: expected dtype int64, got torch.int32"),
     (lambda: ops.route(X, W, 2, indices=I2), r"route: indices: expected shape \(2, 2\), got \(2, 3\)"),
     (lambda: ops.route(X, W, 1, seqlens=torch.ones(3).long()), r"route: seqlens: expected shape \(2\), got \(3\)"),

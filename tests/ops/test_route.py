@@ -286,3 +286,12 @@ def test_rows_are_independent():
     for b, n in enumerate([8, 0, 5]):
         alone = ops.route(x[b : b + 1], weight, 3, seqlens=torch.tensor([n]))
         assert all(torch.equal(one[0], other[b]) for one, other in zip(alone, together))
+
+
+@s.targets("route")
+def test_rows_of_no_width(device, backend):
+    x, weight = torch.ones(2, 3, 0, device=device), torch.ones(0, device=device)
+    x.requires_grad_()
+    routed = ops.route(x, weight, 2, backend=backend)
+    assert routed.rows.shape == (2, 2, 0) and routed.indices.tolist() == [[0, 1]] * 2
+    torch.autograd.grad(routed.rows.sum() + routed.gates.sum(), x)

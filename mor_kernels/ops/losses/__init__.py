@@ -104,6 +104,8 @@ def z_loss(logits: torch.Tensor, *, valid: torch.Tensor | None = None, backend: 
     if not isinstance(logits, torch.Tensor) or logits.dim() not in (2, 3):
         _checks.fail("z_loss", "logits", "shape (B, C) or (B, N, Nr)", getattr(logits, "shape", type(logits).__name__))
     _checks.tensor("z_loss", "logits", logits, tuple(logits.shape))
+    if logits.dim() == 3 and logits.shape[-1] == 0:
+        _checks.fail("z_loss", "logits", "at least one expert", 0)
     if valid is not None:
         _checks.tensor("z_loss", "valid", valid, tuple(logits.shape[:2]), (torch.bool,), logits)
     return _z(logits if logits.dim() == 3 else logits[..., None], valid, resolve("z_loss", backend, logits))
@@ -122,6 +124,8 @@ def balance_loss(
         depths: (B, N) integers 1..Nr, 0 at padding.
     """
     _checks.tensor("balance_loss", "probs", probs, ("B", "N", "Nr"))
+    if probs.shape[-1] == 0:
+        _checks.fail("balance_loss", "probs", "at least one expert", 0)
     _checks.tensor("balance_loss", "depths", depths, tuple(probs.shape[:2]), _checks.INTEGERS, probs)
     _checks.choice("balance_loss", "scope", scope, ("sequence", "batch"))
     return _balance(probs, depths, scope, resolve("balance_loss", backend, probs))

@@ -148,8 +148,8 @@ def route(
         _checks.tensor("route", "indices", indices, (batch, k), (torch.int64,), x)
     _checks.choice("route", "activation", activation, ("sigmoid", "tanh", "none"))
     _checks.choice("route", "rank", rank, ("logit", "score"))
-    if not temperature > 0:
-        _checks.fail("route", "temperature", "a number > 0", temperature)
+    if not temperature >= torch.finfo(torch.float32).tiny:
+        _checks.fail("route", "temperature", "a number > 0 in fp32", temperature)
     tensors = (x, weight, logits, candidates, seqlens, indices)
     scalars = (activation, float(alpha), float(temperature), rank)
     return Routed(*apply(_Route, *tensors, k, *scalars, resolve("route", backend, x, weight, logits)))

@@ -43,9 +43,10 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     _check_candidates(candidates, length)
     if weight is not None:
         dtype = wide(x.dtype)
-        logits = torch.mv(x.reshape(-1, width).to(dtype), weight.to(dtype)).view(batch, length)
+        logits = torch.mv(x.flatten(0, 1).to(dtype), weight.to(dtype)).view(batch, length)
         logits = logits if candidates is None else _take(logits, candidates)
-    logits = torch.where(valid, bounded(logits / temperature), 0)
+    # a number would be divided by as its reciprocal on a GPU, and other logits would tie than elsewhere
+    logits = torch.where(valid, bounded(logits / logits.new_full((), temperature)), 0)
 
     if indices is None:
         key = logits if rank == "logit" else bounded((alpha * activate(logits, activation)).to(x.dtype))
@@ -60,7 +61,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     chosen = indices >= 0
     kept_logits = _take(logits, local)
     gates = torch.where(chosen & ~kept_logits.isnan(), bounded(alpha * activate(kept_logits, activation)), 0)
-    rows = gather(x.reshape(-1, width), flat_rows(indices, length)).view(batch, k, width)
+    rows = gather(x.flatten(0, 1), flat_rows(indices, length)).view(batch, k, width)
     return rows, indices, gates, logits, chosen.sum(-1, dtype=torch.int32)
 
 
@@ -80,7 +81,7 @@ def route_backward(
     d_logits = torch.where(valid, d_logits, 0)
     d_logits = torch.nn.functional.pad(d_logits, (0, 1)).scatter_add(1, local, through_gate)[:, :scored] / temperature
 
-    d_rows = d_rows.reshape(-1, width).to(dtype)
+    d_rows = d_rows.flatten(0, 1).to(dtype)
     d_x = gather_backward(d_rows, flat_rows(indices, length), batch * length).view(batch, length, width)
     if weight is None:
         return d_x.to(x.dtype), x.new_empty(0), d_logits
@@ -90,6 +91,6 @@ def route_backward(
     scored_rows = torch.zeros(batch, length + 1, dtype=torch.bool, device=x.device)
     scored_rows = scored_rows.scatter_(1, torch.where(valid, position, length), True)[:, :length, None]
     d_x = d_x + d_score[..., None] * weight.to(dtype)
-    scored_rows = torch.where(scored_rows, x, 0).to(dtype).view(-1, width)
+    scored_rows = torch.where(scored_rows, x, 0).to(dtype).flatten(0, 1)
     d_weight = torch.mv(scored_rows.T, d_score.reshape(-1)).to(weight.dtype)
     return d_x.to(x.dtype), d_weight, d_logits.new_empty(0)

@@ -360,6 +360,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     selects = chunks * 4 if many else chunks
     lag = min(max(batch - 1, 0), max(IN_FLIGHT // max(scored * width * x.element_size(), 1), 1))
     sizes = (batch * scored, batch * k, 1 + many * batch * (3 + 3 * DIGITS.value + chunks))
+    sizes = [(n + 3) // 4 * 4 for n in sizes]  # each begins at 16 bytes, or the kernel would be compiled anew
     words, slots, work = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
     _route[((batch + lag) * (tiles + selects + copies),)](
         x, None if weight is None else weight.contiguous(), ready, candidates, seqlens, recorded,
@@ -370,7 +371,8 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
         SCORES=scores, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
         maxnreg=128,  # so that two programs fit a multiprocessor
     )  # fmt: skip
-    return rows, indices, gates, words.view(torch.float32).view(batch, scored), counts
+    logits = words[: batch * scored].view(torch.float32).view(batch, scored)
+    return rows, indices, gates, logits, counts
 
 
 @triton.jit(do_not_specialize=["length", "scored", "k"])
