@@ -22,6 +22,10 @@ def bounded(value, largest):
     return tl.where(value < -largest, -largest, value)
 
 
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
 class Tile(NamedTuple):
     """Rows that a program handles at once, columns of them (a power of two), and its warps."""
 
@@ -39,8 +43,9 @@ def tile(width: int, elements: int, num_warps: int) -> Tile:
 @triton.jit(do_not_specialize=["length", "k"])
 def _invert(indices, inverse, length, k, BLOCK: tl.constexpr):
     """inverse[b, indices[b, j]] = j; what no index names stays as it was, see :func:`inverse_of`."""
-    b = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(k, BLOCK)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + b * k + j, mask=j < k, other=-1)
     tl.store(inverse + b * length + index, j, mask=(index >= 0) & (index < length))
 
@@ -54,7 +59,7 @@ def inverse_of(indices: torch.Tensor, length: int) -> torch.Tensor:
     batch, k = indices.shape
     inverse = torch.empty(batch, length, dtype=torch.int32, device=indices.device)
     if batch and k:
-        _invert[(batch, triton.cdiv(k, 1024))](indices.contiguous(), inverse, length, k, BLOCK=1024, num_warps=4)
+        _invert[(batch * triton.cdiv(k, 1024),)](indices.contiguous(), inverse, length, k, BLOCK=1024, num_warps=4)
     return inverse
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import FLOAT_MAX, bounded, find
+from .._triton import FLOAT_MAX, bounded, contiguous, find
 
 BLOCK = 1024  # elements that a program works on at once
 PARTS = 64  # programs among which the tokens of one group are divided, at most
@@ -95,18 +95,14 @@ def _aux_backward(
     tl.store(d_logits + i, tl.where(valid, d_logit, 0.0).to(d_logits.dtype.element_ty), mask=i < total)
 
 
-def _contiguous(*tensors):
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def aux_loss(logits, kept, candidates, seqlens):
-    tensors = _contiguous(logits, kept, candidates, seqlens)
+    tensors = contiguous(logits, kept, candidates, seqlens)
     total, scored, k = logits.numel(), logits.shape[1], kept.shape[1]
     return _mean_of(_aux, triton.cdiv(total, BLOCK), *tensors, total, scored, k, BLOCK=BLOCK)
 
 
 def aux_loss_backward(d_loss, count, logits, kept, candidates, seqlens):
-    tensors = _contiguous(logits, kept, candidates, seqlens)
+    tensors = contiguous(logits, kept, candidates, seqlens)
     d_logits, total = torch.empty_like(tensors[0]), logits.numel()
     if total:
         _aux_backward[(triton.cdiv(total, BLOCK),)](
@@ -159,11 +155,11 @@ def _rows(logits):
 
 def z_loss(logits, valid):
     tokens, experts, size = _rows(logits)
-    return _mean_of(_z, triton.cdiv(tokens, size["ROWS"]), *_contiguous(logits, valid), tokens, experts, **size)
+    return _mean_of(_z, triton.cdiv(tokens, size["ROWS"]), *contiguous(logits, valid), tokens, experts, **size)
 
 
 def z_loss_backward(d_loss, count, logits, valid):
-    logits, valid = _contiguous(logits, valid)
+    logits, valid = contiguous(logits, valid)
     d_logits = torch.empty_like(logits)
     tokens, experts, size = _rows(logits)
     if tokens:
@@ -243,7 +239,7 @@ def _groups(depths, scope):
 
 
 def balance_loss(probs, depths, scope):
-    probs, depths = _contiguous(probs, depths)
+    probs, depths = contiguous(probs, depths)
     (groups, tokens), (_, experts, size) = _groups(depths, scope), _rows(probs)
     parts = min(triton.cdiv(tokens, size["ROWS"]), PARTS)
     sums = probs.new_empty(groups, parts, experts, dtype=torch.float32)

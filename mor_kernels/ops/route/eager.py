@@ -7,7 +7,7 @@ import torch
 from .. import _checks
 from .._indices import candidate_positions, flat_rows, locate
 from .._numeric import activate, bounded, wide
-from ..gather.eager import gather, gather_backward
+from ..gather.eager import gather_backward, gather_batched
 
 
 def _take(values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     chosen = indices >= 0
     kept_logits = _take(logits, local)
     gates = torch.where(chosen & ~kept_logits.isnan(), bounded(alpha * activate(kept_logits, activation)), 0)
-    rows = gather(x.flatten(0, 1), flat_rows(indices, length)).view(batch, k, width)
+    rows = gather_batched(x, indices)
     return rows, indices, gates, logits, chosen.sum(-1, dtype=torch.int32)
 
 

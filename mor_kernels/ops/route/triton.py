@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import FLOAT_MAX, bounded, find, inverse_of, place, tile
+from .._triton import FLOAT_MAX, bounded, contiguous, find, inverse_of, place, tile
 
 CHUNK = 2048  # logits that one program selects among; most training sequences are one chunk
 IN_FLIGHT = 2**24  # bytes to score before a sequence's rows are copied: what an H100's L2 cache holds beside the copies
@@ -343,8 +343,7 @@ def _route(
 def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
     batch, length, width = x.shape
     scored = length if candidates is None else candidates.shape[1]
-    recorded, ready = (t if t is None else t.contiguous() for t in (indices, logits))
-    candidates, seqlens = (t if t is None else t.contiguous() for t in (candidates, seqlens))
+    recorded, ready, weight, candidates, seqlens = contiguous(indices, logits, weight, candidates, seqlens)
     rows = x.new_empty(batch, k, width)
     indices = torch.empty(batch, k, dtype=torch.int64, device=x.device)
     gates = torch.empty(batch, k, dtype=torch.float32, device=x.device)
@@ -363,7 +362,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     sizes = [(n + 3) // 4 * 4 for n in sizes]  # each begins at 16 bytes, or the kernel would be compiled anew
     words, slots, work = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
     _route[((batch + lag) * (tiles + selects + copies),)](
-        x, None if weight is None else weight.contiguous(), ready, candidates, seqlens, recorded,
+        x, weight, ready, candidates, seqlens, recorded,
         words, slots, work, rows, indices, gates, counts,
         *x.stride(), batch, length, scored, width, k, alpha, temperature, tiles, chunks, selects, copies, lag,
         ACTIVATION=activation, RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
@@ -464,8 +463,8 @@ def route_backward(
 ):
     batch, length, width = x.shape
     k, scored = indices.shape[1], logits.shape[1]
-    d_rows, d_gates, d_logits, logits, indices = (t.contiguous() for t in (d_rows, d_gates, d_logits, logits, indices))
-    candidates, seqlens = (t if t is None else t.contiguous() for t in (candidates, seqlens))
+    d_rows, d_gates, d_logits, logits, indices = contiguous(d_rows, d_gates, d_logits, logits, indices)
+    weight, candidates, seqlens = contiguous(weight, candidates, seqlens)
     d_x = torch.empty(batch, length, width, dtype=x.dtype, device=x.device)
     slots, gradients = (torch.empty(batch, length, dtype=t, device=x.device) for t in (torch.int32, torch.float32))
     d_ready = torch.zeros_like(d_logits) if weight is None else None  # what is no candidate is not visited
@@ -480,7 +479,6 @@ def route_backward(
     partial = None
     if weight is not None:
         partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        weight = weight.contiguous()
     if d_x.numel():
         _route_backward[(programs, triton.cdiv(width, size.width))](
             d_rows, x, weight, slots, gradients, d_x, partial, batch * length, length, width, k, *x.stride(),

@@ -3,14 +3,8 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
-from .._indices import flat_rows
 from .._numeric import wide
-from ..gather.eager import gather
-
-
-def _take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """(B, k, D) rows of x (B, N, D), zeros for index -1."""
-    return gather(x.flatten(0, 1), flat_rows(indices, x.shape[1])).view(*indices.shape, x.shape[2])
+from ..gather.eager import gather_batched
 
 
 def _put_(x: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
@@ -37,7 +31,7 @@ def _gates(gates: torch.Tensor | None, indices: torch.Tensor, dtype: torch.dtype
 def scatter_back_in_place(x, update, indices, gates, residual, op="scatter_back_"):
     _checks.indices(op, "indices", indices, x.shape[1])
     dtype = wide(torch.promote_types(x.dtype, update.dtype))
-    f, kept, g = update.to(dtype), _take(x, indices).to(dtype), _gates(gates, indices, dtype)
+    f, kept, g = update.to(dtype), gather_batched(x, indices).to(dtype), _gates(gates, indices, dtype)
     row = {"block": lambda: kept + g * f, "delta": lambda: kept + g * (f - kept), "none": lambda: g * f}[residual]()
     _put_(x, indices, row)
 
@@ -50,13 +44,13 @@ def scatter_back(x, update, indices, gates, residual):
 
 def scatter_back_backward(d_out, x, update, indices, gates, dtype, residual):
     compute = wide(torch.promote_types(d_out.dtype, dtype))
-    dy, g = _take(d_out, indices).to(compute), _gates(gates, indices, compute)
+    dy, g = gather_batched(d_out, indices).to(compute), _gates(gates, indices, compute)
     d_update = (g * dy).to(dtype)
     d_x, d_gates = d_out.new_empty(0), d_out.new_empty(0)
     if residual != "block":
         d_x = d_out.clone(memory_format=torch.contiguous_format)
         _put_(d_x, indices, (1 - g) * dy if residual == "delta" else torch.zeros_like(dy))
     if gates is not None:
-        f = update.to(compute) - (_take(x, indices).to(compute) if residual == "delta" else 0)
+        f = update.to(compute) - (gather_batched(x, indices).to(compute) if residual == "delta" else 0)
         d_gates = (dy * torch.where(indices[..., None] >= 0, f, 0)).sum(-1).to(gates.dtype)
     return d_x, d_update, d_gates
