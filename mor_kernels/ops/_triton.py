@@ -74,16 +74,18 @@ def place(indices, inverse, position, k, mask):
 @triton.jit
 def find(ascending, position, count, mask):
     """Where ``position`` stands among ``count`` ascending positions, -1 at the end; or -1. For what is known ascending:
-    a search of log2(count) steps, but no launch before."""
-    low = tl.zeros_like(position)
-    high = low + count
-    left = count
-    while left > 0:  # the first that is not below it lies in low..high
-        middle = (low + high) >> 1
-        found = tl.load(ascending + middle, mask=mask & (low < high), other=-1)
-        below = (low < high) & (found >= 0) & (found < position)
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
-        left >>= 1
+    a search of log4(count) steps, but no launch before."""
+    stride = tl.full((), 1, tl.int64)
+    while stride * 4 <= count:
+        stride *= 4
+    low = tl.zeros_like(position)  # all before it are smaller
+    while stride > 0:
+        smaller = tl.zeros_like(position)
+        for step in tl.static_range(1, 4):
+            at = low + (step * stride - 1)
+            found = tl.load(ascending + at, mask=mask & (at < count), other=-1)
+            smaller += ((found >= 0) & (found < position)).to(position.dtype)
+        low += smaller * stride
+        stride //= 4
     there = mask & (low < count)
     return tl.where(there & (tl.load(ascending + low, mask=there, other=-1) == position), low, -1)

@@ -57,13 +57,24 @@ def _fake_count(t, *_):
     return t.new_empty((), dtype=torch.int64)
 
 
-def _fake_slope(probs, depths, scope):
+def _fake_aux_slope(logits, *_):
+    return logits.new_empty(logits.shape, dtype=wide(logits.dtype))
+
+
+def _fake_balance_slope(probs, depths, scope):
     return probs.new_empty(1 if scope == "batch" else probs.shape[0], probs.shape[2], dtype=wide(probs.dtype))
 
 
-_aux = _define("aux_loss", "Tensor logits, Tensor kept, Tensor? candidates, Tensor? seqlens", count=_fake_count)
+_aux = _define(
+    "aux_loss",
+    "Tensor logits, Tensor kept, Tensor? candidates, Tensor? seqlens",
+    count=_fake_count,
+    slope=_fake_aux_slope,
+)
 _z = _define("z_loss", "Tensor logits, Tensor? valid", count=_fake_count)
-_balance = _define("balance_loss", "Tensor probs, Tensor depths, str scope", count=_fake_count, slope=_fake_slope)
+_balance = _define(
+    "balance_loss", "Tensor probs, Tensor depths, str scope", count=_fake_count, slope=_fake_balance_slope
+)
 
 
 def aux_loss(

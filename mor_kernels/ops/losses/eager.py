@@ -17,18 +17,17 @@ def _targets(logits, kept, candidates, seqlens):
 
 
 def aux_loss(logits, kept, candidates, seqlens):
+    """Also returns the number of real candidates, at least 1, and (B, C) the slope of each one's loss."""
     target, valid = _targets(logits, kept, candidates, seqlens)
     logits = bounded(logits.to(wide(logits.dtype)))
     each = -F.logsigmoid(torch.where(target, logits, -logits))
     count = valid.sum().clamp(min=1)
-    return torch.where(valid, each, 0).sum() / count, count
+    slope = torch.where(valid, logits.sigmoid() - target.to(logits.dtype), 0)
+    return torch.where(valid, each, 0).sum() / count, count, slope
 
 
-def aux_loss_backward(d_loss, count, logits, kept, candidates, seqlens):
-    target, valid = _targets(logits, kept, candidates, seqlens)
-    dtype = wide(logits.dtype)
-    d_logits = (logits.to(dtype).sigmoid() - target.to(dtype)) * (d_loss / count)
-    return torch.where(valid, d_logits, 0).to(logits.dtype)
+def aux_loss_backward(d_loss, count, slope, logits, kept, candidates, seqlens):
+    return (slope * (d_loss / count)).to(logits.dtype)
 
 
 def z_loss(logits, valid):

@@ -58,12 +58,13 @@ def _mean_of(kernel, programs, *arguments, **constants):
     return loss, count
 
 
-@triton.jit
-def _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK: tl.constexpr):
-    """A block of the flattened candidates: their number, logits, whether each is real, and whether it was kept."""
+@triton.jit(do_not_specialize=["total", "scored", "k"])
+def _aux(logits, kept, candidates, seqlens, slope, total, scored, k, sums, counts, BLOCK: tl.constexpr):
+    """Each valid candidate: log(1 + exp(l)) - l where it was kept, log(1 + exp(l)) where not; its slope along l is
+    sigmoid(l) - was kept."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = i < total
-    logit = tl.load(logits + i, mask=valid, other=0.0).to(tl.float32)
+    logit = bounded(tl.load(logits + i, mask=valid, other=0.0).to(tl.float32), FLOAT_MAX)
     b = i // scored
     position = i - b * scored
     if candidates is not None:
@@ -71,43 +72,34 @@ def _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK: tl.co
         valid = valid & (position >= 0)
     if seqlens is not None:
         valid = valid & (position < tl.load(seqlens + b, mask=valid, other=0))
-    return i, logit, valid, find(kept + b * k, position, k, valid) >= 0
-
-
-@triton.jit(do_not_specialize=["total", "scored", "k"])
-def _aux(logits, kept, candidates, seqlens, total, scored, k, sums, counts, BLOCK: tl.constexpr):
-    """Each valid candidate: log(1 + exp(l)) - l where it was kept, log(1 + exp(l)) where not."""
-    _, logit, valid, target = _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK)
-    logit = bounded(logit, FLOAT_MAX)
+    target = find(kept + b * k, position, k, valid) >= 0
     wrong = tl.where(target, -logit, logit)  # how far on the wrong side
     each = tl.where(wrong > 0, wrong, 0.0) + _log1p(tl.exp(-tl.abs(logit)))
     _write_part(tl.where(valid, each, 0.0), valid, sums, counts)
+    rise = 1 / (1 + tl.exp(-logit)) - target.to(tl.float32)
+    tl.store(slope + i, tl.where(valid, rise, 0.0), mask=i < total)
 
 
-@triton.jit(do_not_specialize=["total", "scored", "k"])
-def _aux_backward(
-    d_loss, count, logits, kept, candidates, seqlens, d_logits, total, scored, k, BLOCK: tl.constexpr
-):  # fmt: skip
-    """d_l = (sigmoid(l) - was kept) * d_loss / count."""
-    i, logit, valid, target = _candidate(logits, kept, candidates, seqlens, total, scored, k, BLOCK)
+@triton.jit(do_not_specialize=["total"])
+def _aux_backward(d_loss, count, slope, d_logits, total, BLOCK: tl.constexpr):
+    """d_l = slope * d_loss / count."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(d_loss) / tl.load(count).to(tl.float32)
-    d_logit = (1 / (1 + tl.exp(-logit)) - target.to(tl.float32)) * scale
-    tl.store(d_logits + i, tl.where(valid, d_logit, 0.0).to(d_logits.dtype.element_ty), mask=i < total)
+    d_logit = tl.load(slope + i, mask=i < total, other=0.0) * scale
+    tl.store(d_logits + i, d_logit.to(d_logits.dtype.element_ty), mask=i < total)
 
 
 def aux_loss(logits, kept, candidates, seqlens):
+    slope = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     tensors = contiguous(logits, kept, candidates, seqlens)
     total, scored, k = logits.numel(), logits.shape[1], kept.shape[1]
-    return _mean_of(_aux, triton.cdiv(total, BLOCK), *tensors, total, scored, k, BLOCK=BLOCK)
+    return *_mean_of(_aux, triton.cdiv(total, BLOCK), *tensors, slope, total, scored, k, BLOCK=BLOCK), slope
 
 
-def aux_loss_backward(d_loss, count, logits, kept, candidates, seqlens):
-    tensors = contiguous(logits, kept, candidates, seqlens)
-    d_logits, total = torch.empty_like(tensors[0]), logits.numel()
+def aux_loss_backward(d_loss, count, slope, logits, kept, candidates, seqlens):
+    d_logits, total = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), logits.numel()
     if total:
-        _aux_backward[(triton.cdiv(total, BLOCK),)](
-            d_loss, count, *tensors, d_logits, total, logits.shape[1], kept.shape[1], BLOCK=BLOCK, num_warps=4
-        )
+        _aux_backward[(triton.cdiv(total, BLOCK),)](d_loss, count, slope, d_logits, total, BLOCK=BLOCK, num_warps=4)
     return d_logits
 
 

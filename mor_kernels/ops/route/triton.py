@@ -3,16 +3,16 @@
 Forward, the work on a sequence is a number of items of each kind:
 
     score    a tile of candidates   logit = x . w / temperature
-    refine   a chunk of logits      counts of a digit of their keys; only where a sequence has more than one chunk
-    select   a chunk of logits      the threshold, then the kept positions in order, and their gates
-    copy     a tile of kept rows    rows = x[indices]
+    refine   a chunk of logits      a digit of the threshold; only where a sequence has more than one chunk
+    select   a chunk of logits      the threshold, then the slots of the kept candidates, in order
+    copy     a tile of kept rows    rows = x[indices], indices and gates
 
 A sequence's rows are copied a few sequences after they were scored, when they are still in the L2 cache; meanwhile
 other programs keep the memory busy. Items are numbered so that all that an item waits for has a lower number, and
 programs take them in that order: nothing ever waits for what no program works on.
 
-Scores and kept positions are handed on as words of memory that are EMPTY until they are written: who needs one reads it
-until it is there. So they need neither fences nor counters, which would cost as much as the tiles themselves.
+Scores and kept candidates are handed on as words of memory that are EMPTY until they are written: who needs one reads
+it until it is there. So they need neither fences nor counters, which would cost as much as the tiles themselves.
 """
 
 from __future__ import annotations
@@ -29,11 +29,22 @@ BLOCK = 256  # positions that a program of the backward pass looks up at once
 PARTIALS = 512  # programs of the backward pass, each with its own sum of the router's gradient
 
 EMPTY = tl.constexpr(-1)  # as fp32 a NaN that no logit is
-NONE = tl.constexpr(-2)  # for a slot without a position
+NONE = tl.constexpr(-2)  # for a slot without a candidate
 NAN = tl.constexpr(0x7FC00000)
-DIGITS = tl.constexpr(2048)  # bins of a histogram; a key's digits have 11, 11 and 10 bits
-SIGN = tl.constexpr(1024)  # turned in the first digit, so that digits of negative keys rank below
 LOWEST = tl.constexpr(-(2**31))  # key of what is never kept
+ALL = tl.constexpr(2**31 - 1)  # a number of keys that no sequence has
+DIGITS = tl.constexpr(2048)  # bins of a histogram; a key's digits have 11 bits
+SIGN = tl.constexpr(1024)  # turned in the first digit, so that digits of negative keys rank below
+
+# Where the words lie that a sequence's chunks share, and how many of each: chunks that have counted a digit; the
+# threshold and what is wanted at it, as far as known after each digit; how many are kept; histograms of the digits; and
+# from PUBLISHED on a word of each chunk, see _look_back.
+COUNTER = tl.constexpr(0)  # 3
+THRESHOLD = tl.constexpr(3)  # 3
+WANT = tl.constexpr(6)  # 3
+KEPT = tl.constexpr(9)  # 1
+HISTOGRAM = tl.constexpr(10)  # 3 * DIGITS
+PUBLISHED = tl.constexpr(10 + 3 * DIGITS.value)
 
 
 @triton.jit
@@ -90,42 +101,12 @@ def _written(words, mask):
 
 
 @triton.jit
-def _count_done(counter):
-    """Count an item as done, after all that its program has written. Counters begin at EMPTY."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="release")
-
-
-@triton.jit
-def _wait_for(counter, count):
-    while tl.atomic_add(counter, 0, sem="acquire") - EMPTY < count:
-        pass
-
-
-@triton.jit
-def _first_digit(key):
-    return ((key >> 21) & (DIGITS - 1)) ^ SIGN
-
-
-@triton.jit
-def _second_digit(key):
-    return (key >> 10) & (DIGITS - 1)
-
-
-@triton.jit
-def _largest_digit(histogram, want):
-    """The largest digit that at least ``want`` keys reach, and how many of these must still be found among its own."""
-    digit = tl.arange(0, DIGITS)
-    count = tl.load(histogram + digit, cache_modifier=".cg") - EMPTY
-    reach = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-    found = tl.sum((reach >= want).to(tl.int32), 0) - 1
-    return found, want - tl.sum(tl.where(digit == found, reach - count, 0), 0)
-
-
-@triton.jit
-def _to_keep(histogram, k):
-    """min(k, keys that can be kept); all of them are in the first histogram."""
-    return tl.minimum(k, tl.sum(tl.load(histogram + tl.arange(0, DIGITS), cache_modifier=".cg") - EMPTY, 0))
+def _await(word):
+    """The word, once it is written."""
+    value = tl.load(word, volatile=True)
+    while value == EMPTY:
+        value = tl.load(word, volatile=True)
+    return value
 
 
 @triton.jit
@@ -163,8 +144,8 @@ def _look_back(published, chunk, above, tied, PRIOR: tl.constexpr):
 
 @triton.jit
 def _score(
-    x, weight, ready, candidates, seqlens, words, b, item, stride_n, stride_d, length, scored, width, temperature,
-    SCORES: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, ready, candidates, seqlens, words, b, item, stride_n, stride_d, length, scored, temperature,
+    D: tl.constexpr, SCORES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     i = item * SCORES + tl.arange(0, SCORES)
     position, valid = _candidates(candidates, seqlens, b, i, scored, length)
@@ -172,11 +153,11 @@ def _score(
         logit = tl.load(ready + b * scored + i, mask=valid, other=0.0)
     else:
         logit = tl.zeros((SCORES,), tl.float32)
-        for start in range(0, width, WIDTH):
+        for start in range(0, D, WIDTH):
             d = start + tl.arange(0, WIDTH)
-            w = tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)
+            w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
             source = x + (position.to(tl.int64) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
-            row = tl.load(source, mask=valid[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
+            row = tl.load(source, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
             logit += tl.sum(row * w[None, :], 1)
     logit = tl.where(valid, bounded(tl.div_rn(logit, temperature), FLOAT_MAX), 0.0)
     word = tl.where(logit == logit, logit.to(tl.int32, bitcast=True), NAN)
@@ -184,40 +165,54 @@ def _score(
 
 
 @triton.jit
-def _refine(key, counters, histogram, stage, k, chunks):
-    """Count a digit of the keys whose digits before it are those of the threshold."""
+def _refine(key, shared, stage, k, chunks):
+    """Count a digit of the keys whose digits before it are the threshold's; the last chunk to do so finds that digit.
+
+    It publishes the threshold so far, the digits that are still unknown as 0, and how many of the keys that agree with
+    it are wanted: ALL as soon as that is each of them, which settles the threshold for the stages to come.
+    """
+    shift = tl.maximum(21 - 11 * stage, 0)  # the last digit has one bit of the one before, the same in all keys counted
+    sign = tl.where(stage == 0, SIGN, 0)
     same = key != LOWEST
-    if stage == 0:
-        tl.atomic_add(histogram + _first_digit(key), 1, mask=same, sem="relaxed")
-    else:
-        _wait_for(counters, chunks)
-        first, want = _largest_digit(histogram, _to_keep(histogram, k))
-        same = same & (_first_digit(key) == first)
-        if stage == 1:
-            tl.atomic_add(histogram + DIGITS + _second_digit(key), 1, mask=same, sem="relaxed")
-        else:
-            _wait_for(counters + 1, chunks)
-            second, want = _largest_digit(histogram + DIGITS, want)
-            same = same & (_second_digit(key) == second)
-            tl.atomic_add(histogram + 2 * DIGITS + (key & 1023), 1, mask=same, sem="relaxed")
+    threshold = 0
+    want = k
+    if stage > 0:
+        threshold = _await(shared + THRESHOLD + stage - 1)
+        want = _await(shared + WANT + stage - 1)
+        same = same & ((key ^ threshold) >> (32 - 11 * stage) == 0)
+    if want != ALL:
+        histogram = shared + HISTOGRAM + stage * DIGITS
+        tl.atomic_add(histogram + (((key >> shift) & (DIGITS - 1)) ^ sign), 1, mask=same, sem="relaxed")
+        tl.debug_barrier()
+        if tl.atomic_add(shared + COUNTER + stage, 1, sem="acq_rel") - EMPTY == chunks - 1:
+            digit = tl.arange(0, DIGITS)
+            count = tl.load(histogram + digit, cache_modifier=".cg") - EMPTY
+            total = tl.sum(count, 0)
+            want = tl.minimum(want, total)  # in the first stage fewer may be there to keep
+            reach = total - tl.cumsum(count, 0) + count  # keys with at least this digit
+            enough = (reach >= want).to(tl.int32) + ((reach == want).to(tl.int32) << 16)
+            enough = tl.sum(enough, 0)
+            found = (enough & 0xFFFF) - 1
+            above = tl.max(tl.where(reach < want, reach, 0), 0)
+            if stage == 0:
+                tl.store(shared + KEPT, want)
+            settled = enough >= 1 << 16
+            later = tl.arange(0, 4)
+            publish = (later == stage) | (settled & (later > stage) & (later < 3))
+            tl.store(shared + WANT + later, tl.where(settled, ALL, want - above), mask=publish)
+            tl.store(shared + THRESHOLD + later, threshold | ((found ^ sign) << shift), mask=publish)
 
 
 @triton.jit
-def _select(
-    key, words, position, indices, gates, slots, counts, counters, histogram, published, chunk, i, k, alpha, chunks,
-    ACTIVATION: tl.constexpr, RANK: tl.constexpr, MANY: tl.constexpr, PRIOR: tl.constexpr,
-):  # fmt: skip
+def _select(key, slots, counts, shared, chunk, i, k, MANY: tl.constexpr, PRIOR: tl.constexpr):
     """Keep what is above the threshold, and as many of what is at it as are wanted, from the lowest position on."""
     if MANY:
-        _wait_for(counters + 2, chunks)
-        kept = _to_keep(histogram, k)
-        first, want = _largest_digit(histogram, kept)
-        second, want = _largest_digit(histogram + DIGITS, want)
-        third, want = _largest_digit(histogram + 2 * DIGITS, want)
-        threshold = ((first ^ SIGN) << 21) | (second << 10) | third
+        kept = _await(shared + KEPT)
+        threshold = _await(shared + THRESHOLD + 2)
+        want = _await(shared + WANT + 2)
         above = key > threshold
         tied = key == threshold
-        above_before, tied_before = _look_back(published, chunk, above, tied, PRIOR)
+        above_before, tied_before = _look_back(shared + PUBLISHED, chunk, above, tied, PRIOR)
     else:
         kept = tl.minimum(k, tl.sum((key != LOWEST).to(tl.int32), 0))
         threshold = _threshold(key, kept)
@@ -230,29 +225,14 @@ def _select(
     tie = tied_before + (count >> 16)
     keep = above | (tied & (tie <= want))
     j = above_before + (count & 0xFFFF) + tl.minimum(tie, want) - 1
-    tl.store(slots + j, position, mask=keep)
-    tail = (i >= kept) & (i < k)
-    tl.store(slots + i, NONE, mask=tail)
-    tl.store(indices + i, -1, mask=tail)
-    tl.store(gates + i, 0.0, mask=tail)
-    tl.store(indices + j, position.to(tl.int64), mask=keep)
-    # a key that ranks the logit is its bits; to read them again would keep the addresses in registers
-    word = (
-        key ^ ((key >> 31) & 0x7FFFFFFF)
-        if RANK is None
-        else tl.load(words + i, mask=keep, other=0, cache_modifier=".cg")
-    )
-    logit = word.to(tl.float32, bitcast=True)
-    tl.store(gates + j, _gate(logit, alpha, ACTIVATION), mask=keep)
+    tl.store(slots + j, i, mask=keep)
+    tl.store(slots + i, NONE, mask=(i >= kept) & (i < k))
     if chunk == 0:
         tl.store(counts, kept)
 
 
 @triton.jit
-def _repeat(
-    recorded, candidates, seqlens, words, indices, gates, slots, counts, b, j, length, scored, k, alpha,
-    ACTIVATION: tl.constexpr,
-):  # fmt: skip
+def _repeat(recorded, candidates, seqlens, slots, counts, b, j, length, scored, k):
     """A chunk of a recorded choice; what is no candidate counts as none."""
     index = tl.load(recorded + b * k + j, mask=j < k, other=-1)
     there = (index >= 0) & (index < length)
@@ -262,40 +242,45 @@ def _repeat(
     if candidates is not None:
         i = find(candidates + b * scored, index, scored, there)
         there = i >= 0
-    tl.store(slots + b * k + j, tl.where(there, index.to(tl.int32), NONE), mask=j < k)
-    tl.store(indices + b * k + j, tl.where(there, index, -1), mask=j < k)
-    logit = _written(words + b * scored + i, there).to(tl.float32, bitcast=True)
-    tl.store(gates + b * k + j, tl.where(there, _gate(logit, alpha, ACTIVATION), 0.0), mask=j < k)
+    tl.store(slots + b * k + j, tl.where(there, i.to(tl.int32), NONE), mask=j < k)
     tl.atomic_add(counts + b, tl.sum(there.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
-def _copy(x, slots, rows, item, k, width, stride_n, stride_d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _copy(
+    x, candidates, words, slots, rows, indices, gates, item, k, alpha, stride_n, stride_d,
+    D: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     j = item.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    position = _written(slots + j, j < k)
-    for start in range(0, width, WIDTH):
+    inside = j < k
+    i = _written(slots + j, inside)
+    there = inside & (i >= 0)
+    position = i.to(tl.int64) if candidates is None else tl.load(candidates + i, mask=there, other=0)
+    for start in range(0, D, WIDTH):
         d = start + tl.arange(0, WIDTH)
-        source = x + (position.to(tl.int64) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
+        source = x + (position * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
         # read and written for the last time here: the rows still to be copied keep their place in the cache
-        columns = (d < width)[None, :]
-        row = tl.load(source, mask=(position >= 0)[:, None] & columns, other=0.0, eviction_policy="evict_first")
-        target = rows + (j * width)[:, None] + d[None, :]
-        tl.store(target, row, mask=(j < k)[:, None] & columns, eviction_policy="evict_first")
+        columns = (d < D)[None, :]
+        row = tl.load(source, mask=there[:, None] & columns, other=0.0, eviction_policy="evict_first")
+        target = rows + (j * D)[:, None] + d[None, :]
+        tl.store(target, row, mask=inside[:, None] & columns, eviction_policy="evict_first")
+    logit = _written(words + i, there).to(tl.float32, bitcast=True)
+    tl.store(gates + j, tl.where(there, _gate(logit, alpha, ACTIVATION), 0.0), mask=inside)
+    tl.store(indices + j, tl.where(there, position, -1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["batch", "length", "scored", "k", "tiles", "chunks", "selects", "copies", "lag"])
 def _route(
     x, weight, ready, candidates, seqlens, recorded, words, slots, work, rows, indices, gates, counts,
-    stride_b, stride_n, stride_d, batch, length, scored, width, k, alpha, temperature,
+    stride_b, stride_n, stride_d, batch, length, scored, k, alpha, temperature,
     tiles, chunks, selects, copies, lag,
-    ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr, MANY: tl.constexpr, CHUNK: tl.constexpr,
-    PRIOR: tl.constexpr, SCORES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr, ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr, MANY: tl.constexpr,
+    CHUNK: tl.constexpr, PRIOR: tl.constexpr, SCORES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One item: those of step s are of sequence s, but its rows are copied in step s + lag.
 
-    words, slots, work are EMPTY at first: bits of the logits (B, C); positions of the kept rows (B, k), or NONE; the
-    next item, and where a sequence has many chunks, of each sequence three counters of chunks done, three histograms,
-    and a word of each chunk, see :func:`_look_back`.
+    words, slots, work are EMPTY at first: bits of the logits (B, C); the kept candidates (B, k), or NONE; the
+    next item, and where sequences have many chunks, what those of each sequence share.
     """
     item = tl.atomic_add(work, 1, sem="relaxed") - EMPTY
     step = item // (tiles + selects + copies)
@@ -307,36 +292,30 @@ def _route(
         if item < tiles:
             _score(
                 x + b * stride_b, weight, ready, candidates, seqlens, words, b, item,
-                stride_n, stride_d, length, scored, width, temperature, SCORES, WIDTH,
+                stride_n, stride_d, length, scored, temperature, D, SCORES, WIDTH,
             )  # fmt: skip
         elif item < tiles + selects:
             stage = (item - tiles) // chunks
             chunk = item - tiles - stage * chunks
             i = chunk * CHUNK + tl.arange(0, CHUNK)
             if recorded is not None:
-                _repeat(
-                    recorded, candidates, seqlens, words, indices, gates, slots, counts, b, i,
-                    length, scored, k, alpha, ACTIVATION,
-                )  # fmt: skip
+                _repeat(recorded, candidates, seqlens, slots, counts, b, i, length, scored, k)
             else:
-                counters = work + 1 + b * 3
-                histogram = work + 1 + batch * 3 + b * (3 * DIGITS)
-                published = work + 1 + batch * (3 + 3 * DIGITS) + b * chunks
-                position, valid = _candidates(candidates, seqlens, b, i, scored, length)
+                shared = work + 1 + b * (PUBLISHED + chunks)
+                _, valid = _candidates(candidates, seqlens, b, i, scored, length)
                 logit = _written(words + b * scored + i, valid).to(tl.float32, bitcast=True)
                 key = _key(logit, valid, alpha, ACTIVATION, RANK, LARGEST)
                 if stage < selects // chunks - 1:
-                    _refine(key, counters, histogram, stage, k, chunks)
-                    _count_done(counters + stage)
+                    _refine(key, shared, stage, k, chunks)
                 else:
-                    _select(
-                        key, words + b * scored, position, indices + b * k, gates + b * k, slots + b * k, counts + b,
-                        counters, histogram, published, chunk, i, k, alpha, chunks, ACTIVATION, RANK, MANY, PRIOR,
-                    )  # fmt: skip
+                    _select(key, slots + b * k, counts + b, shared, chunk, i, k, MANY, PRIOR)
         else:
+            if candidates is not None:
+                candidates += b * scored
             _copy(
-                x + b * stride_b, slots + b * k, rows + b * k * width, item - tiles - selects, k, width,
-                stride_n, stride_d, ROWS, WIDTH,
+                x + b * stride_b, candidates, words + b * scored, slots + b * k, rows + b * k * D,
+                indices + b * k, gates + b * k, item - tiles - selects, k, alpha, stride_n, stride_d,
+                D, ACTIVATION, ROWS, WIDTH,
             )  # fmt: skip
 
 
@@ -358,15 +337,16 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     chunks = triton.cdiv(scored if recorded is None else k, CHUNK) or 1
     selects = chunks * 4 if many else chunks
     lag = min(max(batch - 1, 0), max(IN_FLIGHT // max(scored * width * x.element_size(), 1), 1))
-    sizes = (batch * scored, batch * k, 1 + many * batch * (3 + 3 * DIGITS.value + chunks))
+    sizes = (batch * scored, batch * k, 1 + many * batch * (PUBLISHED.value + chunks))
     sizes = [(n + 3) // 4 * 4 for n in sizes]  # each begins at 16 bytes, or the kernel would be compiled anew
     words, slots, work = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
     _route[((batch + lag) * (tiles + selects + copies),)](
         x, weight, ready, candidates, seqlens, recorded,
         words, slots, work, rows, indices, gates, counts,
-        *x.stride(), batch, length, scored, width, k, alpha, temperature, tiles, chunks, selects, copies, lag,
-        ACTIVATION=activation, RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
-        LARGEST=torch.finfo(x.dtype).max, MANY=many, CHUNK=CHUNK, PRIOR=triton.next_power_of_2(chunks) if many else 1,
+        *x.stride(), batch, length, scored, k, alpha, temperature, tiles, chunks, selects, copies, lag,
+        D=width, ACTIVATION=activation, LARGEST=torch.finfo(x.dtype).max,
+        RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
+        MANY=many, CHUNK=CHUNK, PRIOR=triton.next_power_of_2(chunks) if many else 1,
         SCORES=scores, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
         maxnreg=128,  # so that two programs fit a multiprocessor
     )  # fmt: skip
