@@ -8,8 +8,9 @@ Forward, the work on a sequence is a number of items of each kind:
     copy     a tile of kept rows    rows = x[indices], indices and gates
 
 A sequence's rows are copied a few sequences after they were scored, when they are still in the L2 cache; meanwhile
-other programs keep the memory busy. Items are numbered so that all that an item waits for has a lower number, and
-programs take them in that order: nothing ever waits for what no program works on.
+other programs keep the memory busy. An item is a program, numbered so that all that it waits for has a lower number.
+Programs are started in the order of their numbers (CUB's scans rely on it, too): nothing ever waits for what no program
+works on.
 
 Scores and kept candidates are handed on as words of memory that are EMPTY until they are written: who needs one reads
 it until it is there. So they need neither fences nor counters, which would cost as much as the tiles themselves.
@@ -23,8 +24,10 @@ import triton.language as tl
 
 from .._triton import FLOAT_MAX, bounded, contiguous, find, inverse_of, place, tile
 
-CHUNK = 2048  # logits that one program selects among; most training sequences are one chunk
-IN_FLIGHT = 2**24  # bytes to score before a sequence's rows are copied: what an H100's L2 cache holds beside the copies
+WHOLE = 2048  # logits that one program can select among: all of most training sequences
+CHUNK = 1024  # of a longer sequence: what is wanted at once takes fewer registers
+REPEATED = 512  # of a recorded choice
+IN_FLIGHT = 20 * 2**20  # bytes of rows scored and copied before a sequence's own are copied: what L2 holds
 BLOCK = 256  # positions that a program of the backward pass looks up at once
 PARTIALS = 512  # programs of the backward pass, each with its own sum of the router's gradient
 
@@ -269,43 +272,56 @@ def _copy(
     tl.store(indices + j, tl.where(there, position, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "length", "scored", "k", "tiles", "chunks", "selects", "copies", "lag"])
+@triton.jit(do_not_specialize=["batch", "length", "scored", "k", "scoring", "choosing", "copies", "chunks", "lag"])
 def _route(
-    x, weight, ready, candidates, seqlens, recorded, words, slots, work, rows, indices, gates, counts,
+    x, weight, ready, candidates, seqlens, recorded, words, slots, shared, rows, indices, gates, counts,
     stride_b, stride_n, stride_d, batch, length, scored, k, alpha, temperature,
-    tiles, chunks, selects, copies, lag,
+    scoring, choosing, copies, chunks, lag,
     D: tl.constexpr, ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr, MANY: tl.constexpr,
     CHUNK: tl.constexpr, PRIOR: tl.constexpr, SCORES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One item: those of step s are of sequence s, but its rows are copied in step s + lag.
 
-    words, slots, work are EMPTY at first: bits of the logits (B, C); the kept candidates (B, k), or NONE; the
-    next item, and where sequences have many chunks, what those of each sequence share.
+    ``scoring`` items of a step score, and if there are many chunks, count each one's first digit after its last tile:
+    spread out, since most keys meet in a few bins. Then ``choosing`` items refine and select, and ``copies`` copy.
+
+    words, slots, shared are EMPTY at first: bits of the logits (B, C); the kept candidates (B, k), or NONE; and where
+    sequences have many chunks, what those of each sequence share.
     """
-    item = tl.atomic_add(work, 1, sem="relaxed") - EMPTY
-    step = item // (tiles + selects + copies)
-    item -= step * (tiles + selects + copies)
+    item = tl.program_id(0)
+    step = item // (scoring + choosing + copies)
+    item -= step * (scoring + choosing + copies)
     b = step.to(tl.int64)
-    if item >= tiles + selects:
+    if item >= scoring + choosing:
         b -= lag
     if (b >= 0) & (b < batch):
-        if item < tiles:
+        tile = item
+        scores = item < scoring
+        chunk = item - scoring
+        stage = 3
+        if MANY:
+            TILES: tl.constexpr = CHUNK // SCORES
+            group = item // (TILES + 1)
+            scores = scores & (item != group * (TILES + 1) + TILES)
+            tile = item - group
+            stage = tl.where(item < scoring, 0, chunk // chunks + 1)
+            chunk = tl.where(item < scoring, group, chunk % chunks)
+        if scores:
             _score(
-                x + b * stride_b, weight, ready, candidates, seqlens, words, b, item,
+                x + b * stride_b, weight, ready, candidates, seqlens, words, b, tile,
                 stride_n, stride_d, length, scored, temperature, D, SCORES, WIDTH,
             )  # fmt: skip
-        elif item < tiles + selects:
-            stage = (item - tiles) // chunks
-            chunk = item - tiles - stage * chunks
+        elif item < scoring + choosing:
             i = chunk * CHUNK + tl.arange(0, CHUNK)
             if recorded is not None:
                 _repeat(recorded, candidates, seqlens, slots, counts, b, i, length, scored, k)
             else:
-                shared = work + 1 + b * (PUBLISHED + chunks)
+                if MANY:
+                    shared += b * (PUBLISHED + chunks)
                 _, valid = _candidates(candidates, seqlens, b, i, scored, length)
                 logit = _written(words + b * scored + i, valid).to(tl.float32, bitcast=True)
                 key = _key(logit, valid, alpha, ACTIVATION, RANK, LARGEST)
-                if stage < selects // chunks - 1:
+                if stage < 3:
                     _refine(key, shared, stage, k, chunks)
                 else:
                     _select(key, slots + b * k, counts + b, shared, chunk, i, k, MANY, PRIOR)
@@ -314,7 +330,7 @@ def _route(
                 candidates += b * scored
             _copy(
                 x + b * stride_b, candidates, words + b * scored, slots + b * k, rows + b * k * D,
-                indices + b * k, gates + b * k, item - tiles - selects, k, alpha, stride_n, stride_d,
+                indices + b * k, gates + b * k, item - scoring - choosing, k, alpha, stride_n, stride_d,
                 D, ACTIVATION, ROWS, WIDTH,
             )  # fmt: skip
 
@@ -329,26 +345,29 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     make_counts = torch.empty if recorded is None else torch.zeros  # a recorded choice is counted chunk by chunk
     counts = make_counts(batch, dtype=torch.int32, device=x.device)
 
-    many = recorded is None and scored > CHUNK
-    aligned = width % 16 == 0  # else what comes with each element takes twice the registers
-    size = tile(width, (32768 if aligned else 16384) // x.element_size(), 8)
-    scores = CHUNK if weight is None else size.rows
-    tiles, copies = triton.cdiv(scored, scores), triton.cdiv(k, size.rows)
-    chunks = triton.cdiv(scored if recorded is None else k, CHUNK) or 1
-    selects = chunks * 4 if many else chunks
-    lag = min(max(batch - 1, 0), max(IN_FLIGHT // max(scored * width * x.element_size(), 1), 1))
-    sizes = (batch * scored, batch * k, 1 + many * batch * (PUBLISHED.value + chunks))
+    many = recorded is None and scored > WHOLE
+    chunk = REPEATED if recorded is not None else CHUNK if many else WHOLE
+    size = tile(width, 16384 // x.element_size(), 4)
+    scores = chunk if weight is None else size.rows
+    chunks = triton.cdiv(scored if recorded is None else k, chunk) or 1
+    scoring = chunks * (chunk // scores + 1) if many else triton.cdiv(scored, scores)
+    choosing = chunks * 3 if many else chunks
+    copies = triton.cdiv(k, size.rows)
+    # of many chunks, too, the threshold is known when the copies get to it
+    lag = max(IN_FLIGHT // max((scored + k) * width * x.element_size(), 1), 3 if many else 1)
+    lag = min(lag, max(batch - 1, 0))
+    sizes = (batch * scored, batch * k, many * batch * (PUBLISHED.value + chunks))
     sizes = [(n + 3) // 4 * 4 for n in sizes]  # each begins at 16 bytes, or the kernel would be compiled anew
-    words, slots, work = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
-    _route[((batch + lag) * (tiles + selects + copies),)](
+    words, slots, shared = torch.full((sum(sizes),), EMPTY.value, dtype=torch.int32, device=x.device).split(sizes)
+    _route[((batch + lag) * (scoring + choosing + copies),)](
         x, weight, ready, candidates, seqlens, recorded,
-        words, slots, work, rows, indices, gates, counts,
-        *x.stride(), batch, length, scored, k, alpha, temperature, tiles, chunks, selects, copies, lag,
+        words, slots, shared, rows, indices, gates, counts,
+        *x.stride(), batch, length, scored, k, alpha, temperature, scoring, choosing, copies, chunks, lag,
         D=width, ACTIVATION=activation, LARGEST=torch.finfo(x.dtype).max,
         RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
-        MANY=many, CHUNK=CHUNK, PRIOR=triton.next_power_of_2(chunks) if many else 1,
+        MANY=many, CHUNK=chunk, PRIOR=triton.next_power_of_2(chunks) if many else 1,
         SCORES=scores, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
-        maxnreg=128,  # so that two programs fit a multiprocessor
+        maxnreg=96,  # so that five programs fit a multiprocessor
     )  # fmt: skip
     logits = words[: batch * scored].view(torch.float32).view(batch, scored)
     return rows, indices, gates, logits, counts
