@@ -110,31 +110,46 @@ def test_ready_logits(device, backend, batch, length, seed, data):
         s.assert_close(one, other, dtype, 4, name, cancels=0.25)
 
 
-@s.targets("route")
-@pytest.mark.parametrize("logits", ["tied", "normal", "equal", "unknown"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, monkeypatch):
-    """The same choice where a sequence is more than what one program of a kernel selects among."""
+def small_chunks(backend, monkeypatch, **sizes):
+    """What one program of a kernel works on, so small that short sequences take many."""
     if backend == "triton":
-        monkeypatch.setattr(importlib.import_module("mor_kernels.ops.route.triton"), "CHUNK", 16)
-    batch, length = 2, 41
-    make = {"tied": s.tied, "normal": s.normal, "equal": lambda *shape: torch.full(shape[0], -0.5)}
-    values = make.get(logits, s.normal)((batch, length), 0).float()
+        for name, value in {"WHOLE": 16, "CHUNK": 16, "REPEATED": 16, **sizes}.items():
+            monkeypatch.setattr(importlib.import_module("mor_kernels.ops.route.triton"), name, value)
+
+
+@s.targets("route")
+@pytest.mark.parametrize("logits", ["tied", "normal", "close", "equal", "unknown"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
+def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, ready, monkeypatch):
+    """The same choice where a sequence is more than what one program of a kernel selects among, whichever of its bits
+    tell the logits apart."""
+    small_chunks(backend, monkeypatch)
+    batch, length, width = 4, 35, 500
+    make = {"tied": s.tied, "equal": lambda *shape: torch.full(shape[0], -0.5)}
+    values = make.get(logits, s.normal)((batch, length), 0, torch.float32)
+    if logits == "close":  # neighbours among the numbers of fp32
+        values = (torch.tensor([1.0, -3.0]).view(torch.int32)[torch.arange(batch)[:, None] % 2]
+                  + (values * 40).to(torch.int32)).view(torch.float32)  # fmt: skip
     if logits == "unknown":  # with infinities, zeros of both signs, and what is no number
         special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
         values = torch.where(values > 0.3, special.repeat(batch, length)[:, :length], values)
     candidates = s.subset(batch, length, 1) if nested else None
+    x, weight = s.normal((batch, length, width), 3, torch.float32), torch.eye(width)[0]
+    x[:, :, 0] = values
     if nested:
-        values = values[:, : candidates.shape[1]].contiguous()
-    x = s.normal((batch, length, 2), 3, torch.float32)
-    for k, seqlens in [(1, None), (12, torch.tensor([30, 0])), (values.shape[1], None)]:
-        move = lambda t: None if t is None else t.to(device)  # noqa: E731
-        options = {"candidates": candidates, "seqlens": seqlens, "logits": values}
-        want = ops.route(x, None, k, backend="eager", **options)
-        got = ops.route(move(x), None, k, backend=backend, **{n: move(t) for n, t in options.items()})
-        for one, other in zip((got.rows, got.indices, got.counts), (want.rows, want.indices, want.counts)):
-            assert torch.equal(one.cpu(), other)
-        torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=0, atol=0, equal_nan=True)
+        values = values.gather(1, candidates.clamp(min=0))
+    scored = values.shape[1]
+    for k, seqlens in [(1, None), (12, torch.tensor([30, 0, length, 5])), (scored - 1, None)]:
+        options = {"candidates": candidates, "seqlens": seqlens, "logits": values if ready else None}
+        options["weight"] = None if ready else weight
+        want = ops.route(x, k=k, backend="eager", **options)
+        got = ops.route(
+            x.to(device), k=k, backend=backend, **{n: None if t is None else t.to(device) for n, t in options.items()}
+        )
+        for name in ("indices", "counts", "rows", "logits"):
+            one, other = (getattr(routed, name).cpu() for routed in (got, want))
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=name)
         s.assert_close(got.gates, want.gates, torch.float32)
 
 
@@ -142,10 +157,7 @@ def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, neste
 @pytest.mark.parametrize("ready", [False, True])
 def test_gradients_in_many_programs(device, backend, ready, monkeypatch):
     """Nested, ragged and long enough that each program of a kernel has several tiles; one logit is no number."""
-    if backend == "triton":
-        kernels = importlib.import_module("mor_kernels.ops.route.triton")
-        for name, value in {"CHUNK": 16, "BLOCK": 16, "PARTIALS": 2, "IN_FLIGHT": 1}.items():
-            monkeypatch.setattr(kernels, name, value)
+    small_chunks(backend, monkeypatch, BLOCK=16, PARTIALS=2, IN_FLIGHT=1)
     batch, length = 3, 130
     candidates, seqlens = s.subset(batch, length, 0), torch.tensor([length, 0, 70])
     x, weight = s.tied((batch, length, 2), 1, torch.float32), torch.tensor([1.0, -0.5])
