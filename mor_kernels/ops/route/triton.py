@@ -296,17 +296,17 @@ def _route(
         b -= lag
     if (b >= 0) & (b < batch):
         tile = item
-        scores = item < scoring
+        to_score = item < scoring
         chunk = item - scoring
         stage = 3
         if MANY:
             TILES: tl.constexpr = CHUNK // SCORES
             group = item // (TILES + 1)
-            scores = scores & (item != group * (TILES + 1) + TILES)
+            to_score = to_score & (item != group * (TILES + 1) + TILES)
             tile = item - group
             stage = tl.where(item < scoring, 0, chunk // chunks + 1)
             chunk = tl.where(item < scoring, group, chunk % chunks)
-        if scores:
+        if to_score:
             _score(
                 x + b * stride_b, weight, ready, candidates, seqlens, words, b, tile,
                 stride_n, stride_d, length, scored, temperature, D, SCORES, WIDTH,
@@ -367,7 +367,7 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
         RANK=None if rank == "logit" else getattr(tl, str(x.dtype).removeprefix("torch.")),
         MANY=many, CHUNK=chunk, PRIOR=triton.next_power_of_2(chunks) if many else 1,
         SCORES=scores, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
-        maxnreg=96,  # so that five programs fit a multiprocessor
+        maxnreg=96,  # so that at least five programs fit a multiprocessor
     )  # fmt: skip
     logits = words[: batch * scored].view(torch.float32).view(batch, scored)
     return rows, indices, gates, logits, counts
