@@ -14,17 +14,24 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the kernels run in Triton's interpreter
 
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):
-    # its interpreter sums int32 to int64, and a store then writes as many bytes: past the end of what it writes to
+    # Two faults of its interpreter, either of which writes where a kernel doesn't: it sums int32 to int64, and a store
+    # then writes as many bytes; and it takes a mask of one element, False, for no mask.
+    from triton.language import semantic
     from triton.runtime import interpreter
 
-    to_tensor = interpreter.ReduceScanOpIneterface.to_tensor
+    to_tensor, store = interpreter.ReduceScanOpIneterface.to_tensor, semantic.store
 
     def to_tensor_of_dtype(self, result, dtype):
         tensor = to_tensor(self, result, dtype)
         tensor.handle.data = tensor.handle.data.astype(interpreter._get_np_dtype(dtype))
         return tensor
 
+    def store_where_masked(pointer, value, mask, *rest):
+        if not isinstance(getattr(mask, "handle", None), interpreter.TensorHandle) or mask.handle.data.any():
+            return store(pointer, value, mask, *rest)
+
     interpreter.ReduceScanOpIneterface.to_tensor = to_tensor_of_dtype
+    semantic.store = store_where_masked
 
 settings.register_profile(
     "default", deadline=None, max_examples=int(os.environ.get("MOR_EXAMPLES", "25")), derandomize=True,

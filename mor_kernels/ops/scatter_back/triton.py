@@ -70,7 +70,7 @@ def _forward(
     columns = (d < D)[None, :]
     j = place(indices + b * k, inverse + b * length, n, k, inside)
     kept = j >= 0
-    read = inside & ~kept if RESIDUAL == "none" else inside
+    read = inside & (j < 0) if RESIDUAL == "none" else inside
     row = tl.load(_at(x + b * x_b, n, d, x_n, x_d), mask=read[:, None] & columns, other=0.0)
     f = tl.load(_at(update + b * f_b, j, d, f_k, f_d), mask=kept[:, None] & columns, other=0.0)
     new = _combine(row, f, _gate(gates, b * k + j, kept), RESIDUAL).to(row.dtype)
