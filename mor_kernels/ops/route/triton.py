@@ -13,7 +13,8 @@ Programs are started in the order of their numbers (CUB's scans rely on it, too)
 works on.
 
 Scores and kept candidates are handed on as words of memory that are EMPTY until they are written: who needs one reads
-it until it is there. So they need neither fences nor counters, which would cost as much as the tiles themselves.
+it until it is there. So they need neither fences nor counters, which would cost as much as the tiles themselves; only a
+histogram, which many programs add to, has a counter.
 """
 
 from __future__ import annotations
