@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
+from .._dispatch import apply, deferred, define, resolve
 from .._numeric import wide
 from . import eager
 
@@ -29,26 +29,30 @@ _forward = define(
     "str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
     eager=eager.attention,
+    triton=deferred(f"{__name__}.triton", "attention"),
 )
 _backward = define(
-    "attention_backward(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "attention_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? q_positions, Tensor? q_lens, Tensor? k_lens, float scale, str backend)"
     " -> (Tensor d_q, Tensor d_k, Tensor d_v)",
     fake=_like_inputs,
     eager=eager.attention_backward,
+    triton=deferred(f"{__name__}.triton", "attention_backward"),
 )
 _forward_varlen = define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
     eager=eager.attention_varlen,
+    triton=deferred(f"{__name__}.triton", "attention_varlen"),
 )
 _backward_varlen = define(
-    "attention_varlen_backward(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "attention_varlen_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? q_positions, "
     "float scale, str backend) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
     fake=_like_inputs,
     eager=eager.attention_varlen_backward,
+    triton=deferred(f"{__name__}.triton", "attention_varlen_backward"),
 )
 
 

@@ -1,0 +1,494 @@
+"""Attention of queries at given positions over all keys up to them, in Triton; forward and backward, one family.
+
+A program of the forward, and of the backward for d_q, holds a tile of rows: the query heads that share a key/value head
+stand beside one another, row = query * GROUP + head of the group, so that the tile spans few positions. A program of the
+backward for d_k and d_v holds a tile of keys and goes through the rows, which sums over the group by itself. Positions
+decide what is computed: with the least and the largest position of a tile,
+
+    keys before least + 1      are visible to all its rows: whole tiles of them are not masked;
+    keys from largest + 1 on   are visible to none: skipped.
+
+Nothing here needs ascending positions, but they make the masked part narrow. With s = scale * q k^T where visible and
+-inf elsewhere, tile after tile of keys (FlashAttention-2, Dao 2023; exponentials to the base 2):
+
+    m' = max(m, max s);  p = exp(s - m');  l' = l exp(m - m') + sum p;  acc' = acc exp(m - m') + p v
+    out = acc / l;  lse = m + log l
+
+and backward, from lse and delta = sum(d_out * out) - d_lse:
+
+    p = exp(s - lse);  d_s = p * (d_out v^T - delta)
+    d_q = scale * d_s k;  d_k = scale * d_s^T q;  d_v = p^T d_out
+
+p and d_s are rounded to the dtype of the inputs before they are multiplied; every sum is in fp32. Each output element is
+written by one program, in one order: the result is deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .._triton import contiguous
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
+
+
+@triton.jit
+def _item(pairs, tiles, section):
+    """The (sequence, key/value head) pair and the tile of this program. A section of pairs, whose keys and values fit
+    into the L2 cache together, comes after the other; within it a tile of every pair, then the next."""
+    item = tl.program_id(0).to(tl.int64)
+    before = item // (section * tiles) * section
+    size = tl.minimum(section, pairs - before)
+    inside = item - before * tiles
+    return before + inside % size, (inside // size).to(tl.int32)
+
+
+@triton.jit
+def _span(b, ends, rows, PACKED: tl.constexpr):
+    """The first row of sequence b in contiguous memory, and how many it has."""
+    if PACKED:
+        start = tl.load(ends + b).to(tl.int64)
+        count = tl.load(ends + b + 1).to(tl.int64) - start
+    else:
+        start = b * rows
+        count = rows.to(tl.int64)
+        if ends is not None:
+            count = tl.minimum(tl.maximum(tl.load(ends + b).to(tl.int64), 0), count)
+    return start, count.to(tl.int32)
+
+
+@triton.jit
+def _load(rows, row, end, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """(rows, BLOCK_D) at the pointers ``rows``; zeros from row ``end`` on, if MASKED, and past WIDTH."""
+    d = tl.arange(0, BLOCK_D)
+    at = rows[:, None] + d[None, :]
+    if MASKED:
+        return tl.load(at, mask=(row < end)[:, None] & (d < WIDTH)[None, :], other=0.0)
+    if WIDTH < BLOCK_D:
+        return tl.load(at, mask=(d < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _positions(positions, query, queries, keys):
+    """The last key that each query sees, -1 for none."""
+    if positions is None:
+        position = query
+    else:
+        position = tl.load(positions + query, mask=query < queries, other=-1).to(tl.int64)
+    return tl.maximum(tl.minimum(position, keys - 1), -1).to(tl.int32)
+
+
+@triton.jit
+def _visible(position, valid, keys, BLOCK_N: tl.constexpr):
+    """Of a tile of rows: how many keys, in whole tiles of keys, all see; and how many any sees."""
+    seen = tl.max(tl.where(valid, position, -1)) + 1
+    shared = (tl.min(tl.where(valid, position, keys - 1)) + 1) // BLOCK_N * BLOCK_N
+    return tl.minimum(shared, seen), seen
+
+
+@triton.jit
+def _attend(
+    acc, total, largest, q, k, v, k_token, v_token, position, start, stop, seen, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys start..stop added to the running softmax."""
+    n = tl.arange(0, BLOCK_N)
+    for first in tl.range(start, stop, BLOCK_N):
+        key = first + n
+        keys = _load(k + key.to(tl.int64) * k_token, key, seen, WIDTH, BLOCK_D, MASKED)
+        s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if MASKED:
+            s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new_largest[:, None])
+        fade = tl.exp2(largest - new_largest)
+        total = total * fade + tl.sum(p, 1)
+        values = _load(v + key.to(tl.int64) * v_token, key, seen, WIDTH, BLOCK_D, MASKED)
+        acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        largest = new_largest
+    return acc, total, largest
+
+
+@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+def _forward(
+    q, k, v, positions, q_ends, k_ends, out, lse, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    groups, pairs, tiles, section, q_rows, k_rows,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """out and lse of a tile of rows. The last tiles see most keys and come first."""
+    pair, tile = _item(pairs, tiles, section)
+    b, g = pair // groups, pair % groups
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, head = row // GROUP, g * GROUP + row % GROUP
+    valid = query < queries
+    q += b * q_batch
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    if PACKED:
+        q += q_start * q_token
+        k += k_start * k_token
+        v += k_start * v_token
+    position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
+    shared, seen = _visible(position, valid, keys, BLOCK_N)
+    rows = q + query.to(tl.int64) * q_token + head * q_head
+    q_tile = _load(rows, query, queries, WIDTH, BLOCK_D, True)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    largest = tl.full((BLOCK_M,), LEAST, tl.float32)
+    acc, total, largest = _attend(
+        acc, total, largest, q_tile, k, v, k_token, v_token, position, 0, shared, seen, scale * LOG2_E,
+        WIDTH, BLOCK_D, BLOCK_N, PRECISION, False,
+    )  # fmt: skip
+    acc, total, largest = _attend(
+        acc, total, largest, q_tile, k, v, k_token, v_token, position, shared, seen, seen, scale * LOG2_E,
+        WIDTH, BLOCK_D, BLOCK_N, PRECISION, True,
+    )  # fmt: skip
+    some = valid & (position >= 0)
+    d = tl.arange(0, BLOCK_D)
+    written = query < (queries if PACKED else q_rows)
+    at = out + ((q_start + query) * (groups * GROUP) + head)[:, None] * WIDTH + d[None, :]
+    total = tl.where(some, total, 1.0)
+    acc = tl.where(some[:, None], acc / total[:, None], 0.0)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=written[:, None] & (d < WIDTH)[None, :])
+    at = lse + _statistic(q_start, q_rows, groups * GROUP, PACKED) + head * q_rows.to(tl.int64) + query
+    tl.store(at, tl.where(some, (largest + tl.log2(total)) / LOG2_E, -float("inf")), mask=written)
+
+
+@triton.jit
+def _statistic(q_start, q_rows, heads, PACKED: tl.constexpr):
+    """Where a sequence begins in (B, heads, q_rows), or in (heads, total)."""
+    return q_start if PACKED else q_start * heads
+
+
+@triton.jit
+def _attend_backward(
+    d_q, q, d_out, lse, delta, k, v, k_token, v_token, position, start, stop, seen, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What keys start..stop contribute to d_q."""
+    n = tl.arange(0, BLOCK_N)
+    for first in tl.range(start, stop, BLOCK_N):
+        key = first + n
+        keys = _load(k + key.to(tl.int64) * k_token, key, seen, WIDTH, BLOCK_D, MASKED)
+        values = _load(v + key.to(tl.int64) * v_token, key, seen, WIDTH, BLOCK_D, MASKED)
+        s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        d_p = tl.dot(d_out, tl.trans(values), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse[:, None])
+        d_s = p * (d_p - delta[:, None])
+        if MASKED:
+            d_s = tl.where(key[None, :] <= position[:, None], d_s, 0.0)
+        d_q = tl.dot(d_s.to(keys.dtype), keys, d_q, input_precision=PRECISION)
+    return d_q
+
+
+@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+def _backward_q(
+    d_out, d_lse, q, k, v, positions, q_ends, k_ends, out, lse, d_q, lse_rows, delta_rows, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    groups, pairs, tiles, section, q_rows, k_rows,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """d_q of a tile of rows. For :func:`_backward_kv` it leaves lse, to the base 2, and delta in the order of rows."""
+    pair, tile = _item(pairs, tiles, section)
+    b, g = pair // groups, pair % groups
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, head = row // GROUP, g * GROUP + row % GROUP
+    valid = query < queries
+    q += b * q_batch
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    if PACKED:
+        q += q_start * q_token
+        k += k_start * k_token
+        v += k_start * v_token
+    position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
+    shared, seen = _visible(position, valid, keys, BLOCK_N)
+    heads = groups * GROUP
+    at = ((q_start + query) * heads + head) * WIDTH
+    q_tile = _load(q + query.to(tl.int64) * q_token + head * q_head, query, queries, WIDTH, BLOCK_D, True)
+    d_out_tile = _load(d_out + at, query, queries, WIDTH, BLOCK_D, True)
+    out_tile = _load(out + at, query, queries, WIDTH, BLOCK_D, True)
+    statistic = _statistic(q_start, q_rows, heads, PACKED) + head * q_rows.to(tl.int64) + query
+    delta = tl.sum(d_out_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    if d_lse is not None:
+        delta -= tl.load(d_lse + statistic, mask=valid, other=0.0)
+    lse_2 = tl.load(lse + statistic, mask=valid, other=float("inf")) * LOG2_E
+    lse_2 = tl.where(position >= 0, lse_2, float("inf"))  # what sees nothing: p = exp2(s - inf) = 0
+    at_row = _statistic(q_start, q_rows, heads, PACKED) + (g * q_rows.to(tl.int64)) * GROUP + row
+    if PACKED:
+        at_row += q_start * (GROUP - 1)
+    tl.store(lse_rows + at_row, lse_2, mask=valid)
+    tl.store(delta_rows + at_row, delta, mask=valid)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = _attend_backward(
+        acc, q_tile, d_out_tile, lse_2, delta, k, v, k_token, v_token, position, 0, shared, seen, scale * LOG2_E,
+        WIDTH, BLOCK_D, BLOCK_N, PRECISION, False,
+    )  # fmt: skip
+    acc = _attend_backward(
+        acc, q_tile, d_out_tile, lse_2, delta, k, v, k_token, v_token, position, shared, seen, seen, scale * LOG2_E,
+        WIDTH, BLOCK_D, BLOCK_N, PRECISION, True,
+    )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    written = query < (queries if PACKED else q_rows)
+    at = d_q + at[:, None] + d[None, :]
+    tl.store(at, (acc * scale).to(d_q.dtype.element_ty), mask=written[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def _seeing(positions, queries, keys, first_key, last_key, CHUNK: tl.constexpr):
+    """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the number
+    of keys that any sees."""
+    if positions is None:
+        return tl.minimum(first_key, queries), tl.minimum(last_key, queries), tl.minimum(queries, keys)
+    since, always, seen = queries, 0, 0
+    for start in tl.range(0, queries, CHUNK):
+        query = start + tl.arange(0, CHUNK)
+        position = _positions(positions, query, queries, keys)
+        since = tl.minimum(since, tl.min(tl.where(position >= first_key, query, queries)))
+        always = tl.maximum(always, tl.max(tl.where((position < last_key) & (query < queries), query + 1, 0)))
+        seen = tl.maximum(seen, tl.max(position) + 1)
+    return since, always, seen
+
+
+@triton.jit
+def _collect(
+    d_k, d_v, keys_tile, values_tile, key, q, d_out, lse_rows, delta_rows, positions, q_token, q_head, out_token, queries,
+    keys, start, stop, scale,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """What rows start..stop contribute to d_k and d_v; the scores are transposed, (keys, rows)."""
+    m = tl.arange(0, BLOCK_M)
+    for first in tl.range(start, stop, BLOCK_M):
+        row = first + m
+        query = row // GROUP
+        head = row % GROUP
+        q_tile = _load(q + query.to(tl.int64) * q_token + head * q_head, query, queries, WIDTH, BLOCK_D, True)
+        lse = tl.load(lse_rows + row, mask=query < queries, other=float("inf"))
+        s = tl.dot(keys_tile, tl.trans(q_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse[None, :])
+        if MASKED:
+            p = tl.where(key[:, None] <= _positions(positions, query, queries, keys)[None, :], p, 0.0)
+        d_out_tile = _load(d_out + query.to(tl.int64) * out_token + head * WIDTH, query, queries, WIDTH, BLOCK_D, True)
+        d_v = tl.dot(p.to(d_out_tile.dtype), d_out_tile, d_v, input_precision=PRECISION)
+        delta = tl.load(delta_rows + row, mask=query < queries, other=0.0)
+        d_p = tl.dot(values_tile, tl.trans(d_out_tile), input_precision=PRECISION)
+        d_s = p * (d_p - delta[None, :])
+        d_k = tl.dot(d_s.to(q_tile.dtype), q_tile, d_k, input_precision=PRECISION)
+    return d_k, d_v
+
+
+@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+def _backward_kv(
+    d_out, q, k, v, positions, q_ends, k_ends, lse_rows, delta_rows, d_k, d_v, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    groups, pairs, tiles, section, q_rows, k_rows,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """d_k and d_v of a tile of keys. The first keys are seen most and come first."""
+    pair, tile = _item(pairs, tiles, section)
+    b, g = pair // groups, pair % groups
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    q += b * q_batch + g * GROUP * q_head
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    if PACKED:
+        q += q_start * q_token
+        k += k_start * k_token
+        v += k_start * v_token
+    heads = groups * GROUP
+    at_row = _statistic(q_start, q_rows, heads, PACKED) + (g * q_rows.to(tl.int64)) * GROUP
+    if PACKED:
+        at_row += q_start * (GROUP - 1)
+    lse_rows += at_row
+    delta_rows += at_row
+    d_out += (q_start * heads + g * GROUP) * WIDTH
+    positions = positions + q_start if positions is not None else None
+    last = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
+    since, always, seen = _seeing(positions, queries, keys, tile * BLOCK_N, last, CHUNK)
+    start = since * GROUP
+    middle = start + tl.cdiv(tl.maximum(always - since, 0) * GROUP, BLOCK_M) * BLOCK_M
+    stop = queries * GROUP
+    keys_tile = _load(k + key.to(tl.int64) * k_token, key, seen, WIDTH, BLOCK_D, True)
+    values_tile = _load(v + key.to(tl.int64) * v_token, key, seen, WIDTH, BLOCK_D, True)
+    acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    acc_k, acc_v = _collect(
+        acc_k, acc_v, keys_tile, values_tile, key, q, d_out, lse_rows, delta_rows, positions, q_token, q_head,
+        heads * WIDTH, queries, keys, start, tl.minimum(middle, stop), scale * LOG2_E,
+        GROUP, WIDTH, BLOCK_D, BLOCK_M, PRECISION, True,
+    )  # fmt: skip
+    acc_k, acc_v = _collect(
+        acc_k, acc_v, keys_tile, values_tile, key, q, d_out, lse_rows, delta_rows, positions, q_token, q_head,
+        heads * WIDTH, queries, keys, middle, stop, scale * LOG2_E,
+        GROUP, WIDTH, BLOCK_D, BLOCK_M, PRECISION, False,
+    )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    at = ((k_start + key) * groups + g)[:, None] * WIDTH + d[None, :]
+    written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
+    some = (key < keys)[:, None]
+    tl.store(d_k + at, tl.where(some, acc_k * scale, 0.0).to(d_k.dtype.element_ty), mask=written)
+    tl.store(d_v + at, tl.where(some, acc_v, 0.0).to(d_v.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["total", "columns"])
+def _fill_tail(x, ends, value, total, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``value`` in the rows of a packed tensor past the last sequence."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    end = tl.load(ends)
+    if (tl.program_id(0).to(tl.int64) + 1) * ROWS <= end:
+        return
+    for first in tl.range(0, columns, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        at = x + row[:, None] * row_stride + column[None, :].to(tl.int64) * column_stride
+        mask = ((row >= end) & (row < total))[:, None] & (column < columns)[None, :]
+        tl.store(at, tl.full((ROWS, COLUMNS), value, tl.float32).to(x.dtype.element_ty), mask=mask)
+
+
+class Setting(NamedTuple):
+    """Rows and keys of a tile, and how it is compiled."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def settings(kernel: str, width: int, itemsize: int) -> Setting:
+    """By the padded head width and the bytes of an element."""
+    if itemsize == 4:
+        return Setting(32, 32, 4, 1) if width > 128 else Setting(64, 32, 4, 2)
+    if kernel == "forward":
+        return Setting(128, 128 if width <= 64 else 64, 8, 2)
+    if kernel == "backward_q":
+        return Setting(128, 64, 8, 2) if width <= 128 else Setting(64, 32, 8, 2)
+    return Setting(64, 128, 8, 2) if width <= 128 else Setting(32, 64, 8, 2)
+
+
+SECTION_BYTES = 2**24  # of keys and values (or queries and gradients) that share the L2 cache
+CHUNK = 1024  # positions that are compared at once
+
+
+class _Call:
+    """What the kernels of one call have in common."""
+
+    def __init__(self, q, k, v, q_positions, q_ends, k_ends, scale, longest=None):
+        if scale < 0:  # the kernels take maxima before they scale
+            q, scale = -q, -scale
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        self.packed = longest is not None
+        self.heads, self.width = q.shape[-2:]
+        self.groups = k.shape[-2]
+        self.tensors = q, k, v, *contiguous(q_positions, q_ends, k_ends)
+        self.scale = scale
+        self.strides = [s for t in (q, k, v) for s in ((0, *t.stride()[:2]) if self.packed else t.stride()[:3])]
+        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
+        self.q_longest, self.k_longest = longest or (q.shape[1], k.shape[1])
+        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
+        self.constants = {
+            "GROUP": self.heads // self.groups,
+            "WIDTH": self.width,
+            "BLOCK_D": max(16, triton.next_power_of_2(self.width)),
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+            "PACKED": self.packed,
+        }
+
+    def launch(self, kernel, *arguments, over_keys=False, **constants):
+        """One program a tile of rows, or of keys, of each sequence and key/value head."""
+        group, block_d = self.constants["GROUP"], self.constants["BLOCK_D"]
+        itemsize = self.tensors[0].element_size()
+        setting = settings(kernel.fn.__name__.lstrip("_"), block_d, itemsize)
+        if over_keys:
+            tiles = triton.cdiv(self.k_longest, setting.keys)
+            streamed = self.q_longest * group
+        else:
+            tiles = triton.cdiv(self.q_longest * group, setting.rows)
+            streamed = self.k_longest
+        pairs = self.batch * self.groups
+        if not pairs * tiles:
+            return
+        section = min(pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
+        kernel[(pairs * tiles,)](
+            *arguments, *self.strides, self.groups, pairs, tiles, section, self.q_rows, self.k_rows,
+            **self.constants, **constants, BLOCK_M=setting.rows, BLOCK_N=setting.keys,
+            num_warps=setting.num_warps, num_stages=setting.num_stages,
+        )  # fmt: skip
+
+    def forward(self):
+        q, k, v, *_ = self.tensors
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
+        lse = q.new_empty(shape, dtype=torch.float32)
+        self.launch(_forward, *self.tensors, out, lse, self.scale)
+        return out, lse
+
+    def backward(self, d_out, d_lse, out, lse):
+        q, k, v, *rest = self.tensors
+        d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
+        d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        lse_rows, delta_rows = lse.new_empty(2, lse.numel())
+        self.launch(
+            _backward_q, d_out, d_lse, *self.tensors, out, lse, d_q, lse_rows, delta_rows, self.scale,
+        )  # fmt: skip
+        self.launch(
+            _backward_kv, d_out, *self.tensors, lse_rows, delta_rows, d_k, d_v, self.scale,
+            over_keys=True, CHUNK=CHUNK,
+        )  # fmt: skip
+        return d_q, d_k, d_v
+
+
+def _clear_tail(cu_seqlens, value, *packed):
+    """``value`` in the rows (first axis) of the packed tensors that belong to no sequence."""
+    for x in packed:
+        x = x.flatten(1)
+        total, columns = x.shape
+        if total and columns:
+            block = min(1024, triton.next_power_of_2(columns))
+            rows = 4096 // block
+            _fill_tail[(triton.cdiv(total, rows),)](
+                x, cu_seqlens[-1:], value, total, columns, *x.stride(), ROWS=rows, COLUMNS=block, num_warps=4
+            )
+
+
+def attention(q, k, v, q_positions, q_lens, k_lens, scale):
+    return _Call(q, k, v, q_positions, q_lens, k_lens, scale).forward()
+
+
+def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_lens, scale):
+    d_q, d_k, d_v = _Call(q, k, v, q_positions, q_lens, k_lens, scale).backward(d_out, d_lse, out, lse)
+    return -d_q if scale < 0 else d_q, d_k, d_v
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+    longest = max_seqlen_q, max_seqlen_k
+    out, lse = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest).forward()
+    _clear_tail(cu_seqlens_q, 0.0, out)
+    _clear_tail(cu_seqlens_q, -float("inf"), lse.T)
+    return out, lse
+
+
+def attention_varlen_backward(
+    d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
+):
+    longest = max_seqlen_q, max_seqlen_k
+    call = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest)
+    d_q, d_k, d_v = call.backward(d_out, d_lse, out, lse)
+    _clear_tail(cu_seqlens_q, 0.0, d_q)
+    _clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
+    return -d_q if scale < 0 else d_q, d_k, d_v
