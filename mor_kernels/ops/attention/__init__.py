@@ -100,7 +100,7 @@ def _prepare(op, lead, q, k, v, softmax_scale):
         _checks.fail(op, "q", "a head width of at least 1", 0)
     if groups == 0 or heads % groups:
         _checks.fail(op, "k", f"a number of heads that divides the {heads} query heads", groups)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:

@@ -63,15 +63,24 @@ def _span(b, ends, rows, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _load(rows, row, end, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """(rows, BLOCK_D) at the pointers ``rows``; zeros from row ``end`` on, if MASKED, and past WIDTH."""
-    d = tl.arange(0, BLOCK_D)
-    at = rows[:, None] + d[None, :]
-    if MASKED:
-        return tl.load(at, mask=(row < end)[:, None] & (d < WIDTH)[None, :], other=0.0)
+def _wide(index):
+    """As int64, before it is multiplied by a stride; a loop's variable is a plain int in Triton's interpreter."""
+    return index + tl.zeros((), tl.int64)
+
+
+@triton.jit
+def _offsets(row, stride, BLOCK_D: tl.constexpr):
+    """Where (rows, BLOCK_D) elements stand, as 64-bit offsets."""
+    return row.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def _load(x, offsets, inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of rows, zeros where they are not ``inside`` and past WIDTH: what is there may be NaN."""
+    mask = inside[:, None]
     if WIDTH < BLOCK_D:
-        return tl.load(at, mask=(d < WIDTH)[None, :], other=0.0)
-    return tl.load(at)
+        mask = mask & (tl.arange(0, BLOCK_D) < WIDTH)[None, :]
+    return tl.load(x + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -90,29 +99,6 @@ def _visible(position, valid, keys, BLOCK_N: tl.constexpr):
     seen = tl.max(tl.where(valid, position, -1)) + 1
     shared = (tl.min(tl.where(valid, position, keys - 1)) + 1) // BLOCK_N * BLOCK_N
     return tl.minimum(shared, seen), seen
-
-
-@triton.jit
-def _attend(
-    acc, total, largest, q, k, v, k_token, v_token, position, start, stop, seen, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Keys start..stop added to the running softmax."""
-    n = tl.arange(0, BLOCK_N)
-    for first in tl.range(start, stop, BLOCK_N):
-        key = first + n
-        keys = _load(k + key.to(tl.int64) * k_token, key, seen, WIDTH, BLOCK_D, MASKED)
-        s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        if MASKED:
-            s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - new_largest[:, None])
-        fade = tl.exp2(largest - new_largest)
-        total = total * fade + tl.sum(p, 1)
-        values = _load(v + key.to(tl.int64) * v_token, key, seen, WIDTH, BLOCK_D, MASKED)
-        acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-        largest = new_largest
-    return acc, total, largest
 
 
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
@@ -140,19 +126,25 @@ def _forward(
         v += k_start * v_token
     position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
-    rows = q + query.to(tl.int64) * q_token + head * q_head
-    q_tile = _load(rows, query, queries, WIDTH, BLOCK_D, True)
+    q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), LEAST, tl.float32)
-    acc, total, largest = _attend(
-        acc, total, largest, q_tile, k, v, k_token, v_token, position, 0, shared, seen, scale * LOG2_E,
-        WIDTH, BLOCK_D, BLOCK_N, PRECISION, False,
-    )  # fmt: skip
-    acc, total, largest = _attend(
-        acc, total, largest, q_tile, k, v, k_token, v_token, position, shared, seen, seen, scale * LOG2_E,
-        WIDTH, BLOCK_D, BLOCK_N, PRECISION, True,
-    )  # fmt: skip
+    for first in tl.range(0, seen, BLOCK_N):
+        key = first + n
+        k_tile = _load(k + _wide(first) * k_token, k_offsets, key < seen, WIDTH, BLOCK_D)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if first >= shared:
+            s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(s, 1) * (scale * LOG2_E))
+        p = tl.exp2(s * (scale * LOG2_E) - new_largest[:, None])
+        fade = tl.exp2(largest - new_largest)
+        total = total * fade + tl.sum(p, 1)
+        v_tile = _load(v + _wide(first) * v_token, v_offsets, key < seen, WIDTH, BLOCK_D)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
+        largest = new_largest
     some = valid & (position >= 0)
     d = tl.arange(0, BLOCK_D)
     written = query < (queries if PACKED else q_rows)
@@ -170,36 +162,15 @@ def _statistic(q_start, q_rows, heads, PACKED: tl.constexpr):
     return q_start if PACKED else q_start * heads
 
 
-@triton.jit
-def _attend_backward(
-    d_q, q, d_out, lse, delta, k, v, k_token, v_token, position, start, stop, seen, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """What keys start..stop contribute to d_q."""
-    n = tl.arange(0, BLOCK_N)
-    for first in tl.range(start, stop, BLOCK_N):
-        key = first + n
-        keys = _load(k + key.to(tl.int64) * k_token, key, seen, WIDTH, BLOCK_D, MASKED)
-        values = _load(v + key.to(tl.int64) * v_token, key, seen, WIDTH, BLOCK_D, MASKED)
-        s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        d_p = tl.dot(d_out, tl.trans(values), input_precision=PRECISION)
-        p = tl.exp2(s * scale - lse[:, None])
-        d_s = p * (d_p - delta[:, None])
-        if MASKED:
-            d_s = tl.where(key[None, :] <= position[:, None], d_s, 0.0)
-        d_q = tl.dot(d_s.to(keys.dtype), keys, d_q, input_precision=PRECISION)
-    return d_q
-
-
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
 def _backward_q(
-    d_out, d_lse, q, k, v, positions, q_ends, k_ends, out, lse, d_q, lse_rows, delta_rows, scale,
+    d_out, d_lse, q, k, v, positions, q_ends, k_ends, out, lse, d_q, lses_2, deltas, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """d_q of a tile of rows. For :func:`_backward_kv` it leaves lse, to the base 2, and delta in the order of rows."""
+    """d_q of a tile of rows. For :func:`_backward_kv` it leaves lse, to the base 2, and delta."""
     pair, tile = _item(pairs, tiles, section)
     b, g = pair // groups, pair % groups
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
@@ -217,34 +188,34 @@ def _backward_q(
     position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
     heads = groups * GROUP
-    at = ((q_start + query) * heads + head) * WIDTH
-    q_tile = _load(q + query.to(tl.int64) * q_token + head * q_head, query, queries, WIDTH, BLOCK_D, True)
-    d_out_tile = _load(d_out + at, query, queries, WIDTH, BLOCK_D, True)
-    out_tile = _load(out + at, query, queries, WIDTH, BLOCK_D, True)
+    q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
+    at = _offsets((q_start + query) * heads + head, WIDTH, BLOCK_D)
+    d_out_tile = _load(d_out, at, valid, WIDTH, BLOCK_D)
+    out_tile = _load(out, at, valid, WIDTH, BLOCK_D)
     statistic = _statistic(q_start, q_rows, heads, PACKED) + head * q_rows.to(tl.int64) + query
     delta = tl.sum(d_out_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if d_lse is not None:
         delta -= tl.load(d_lse + statistic, mask=valid, other=0.0)
     lse_2 = tl.load(lse + statistic, mask=valid, other=float("inf")) * LOG2_E
     lse_2 = tl.where(position >= 0, lse_2, float("inf"))  # what sees nothing: p = exp2(s - inf) = 0
-    at_row = _statistic(q_start, q_rows, heads, PACKED) + (g * q_rows.to(tl.int64)) * GROUP + row
-    if PACKED:
-        at_row += q_start * (GROUP - 1)
-    tl.store(lse_rows + at_row, lse_2, mask=valid)
-    tl.store(delta_rows + at_row, delta, mask=valid)
+    tl.store(lses_2 + statistic, lse_2, mask=valid)
+    tl.store(deltas + statistic, delta, mask=valid)
+    n = tl.arange(0, BLOCK_N)
+    k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    acc = _attend_backward(
-        acc, q_tile, d_out_tile, lse_2, delta, k, v, k_token, v_token, position, 0, shared, seen, scale * LOG2_E,
-        WIDTH, BLOCK_D, BLOCK_N, PRECISION, False,
-    )  # fmt: skip
-    acc = _attend_backward(
-        acc, q_tile, d_out_tile, lse_2, delta, k, v, k_token, v_token, position, shared, seen, seen, scale * LOG2_E,
-        WIDTH, BLOCK_D, BLOCK_N, PRECISION, True,
-    )  # fmt: skip
-    d = tl.arange(0, BLOCK_D)
+    for first in tl.range(0, seen, BLOCK_N):
+        key = first + n
+        k_tile = _load(k + _wide(first) * k_token, k_offsets, key < seen, WIDTH, BLOCK_D)
+        v_tile = _load(v + _wide(first) * v_token, v_offsets, key < seen, WIDTH, BLOCK_D)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
+        d_s = tl.exp2(s * (scale * LOG2_E) - lse_2[:, None]) * (d_p - delta[:, None])
+        if first >= shared:
+            d_s = tl.where(key[None, :] <= position[:, None], d_s, 0.0)
+        acc = tl.dot(d_s.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     written = query < (queries if PACKED else q_rows)
-    at = d_q + at[:, None] + d[None, :]
-    tl.store(at, (acc * scale).to(d_q.dtype.element_ty), mask=written[:, None] & (d < WIDTH)[None, :])
+    mask = written[:, None] & (tl.arange(0, BLOCK_D) < WIDTH)[None, :]
+    tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -263,37 +234,9 @@ def _seeing(positions, queries, keys, first_key, last_key, CHUNK: tl.constexpr):
     return since, always, seen
 
 
-@triton.jit
-def _collect(
-    d_k, d_v, keys_tile, values_tile, key, q, d_out, lse_rows, delta_rows, positions, q_token, q_head, out_token, queries,
-    keys, start, stop, scale,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """What rows start..stop contribute to d_k and d_v; the scores are transposed, (keys, rows)."""
-    m = tl.arange(0, BLOCK_M)
-    for first in tl.range(start, stop, BLOCK_M):
-        row = first + m
-        query = row // GROUP
-        head = row % GROUP
-        q_tile = _load(q + query.to(tl.int64) * q_token + head * q_head, query, queries, WIDTH, BLOCK_D, True)
-        lse = tl.load(lse_rows + row, mask=query < queries, other=float("inf"))
-        s = tl.dot(keys_tile, tl.trans(q_tile), input_precision=PRECISION)
-        p = tl.exp2(s * scale - lse[None, :])
-        if MASKED:
-            p = tl.where(key[:, None] <= _positions(positions, query, queries, keys)[None, :], p, 0.0)
-        d_out_tile = _load(d_out + query.to(tl.int64) * out_token + head * WIDTH, query, queries, WIDTH, BLOCK_D, True)
-        d_v = tl.dot(p.to(d_out_tile.dtype), d_out_tile, d_v, input_precision=PRECISION)
-        delta = tl.load(delta_rows + row, mask=query < queries, other=0.0)
-        d_p = tl.dot(values_tile, tl.trans(d_out_tile), input_precision=PRECISION)
-        d_s = p * (d_p - delta[None, :])
-        d_k = tl.dot(d_s.to(q_tile.dtype), q_tile, d_k, input_precision=PRECISION)
-    return d_k, d_v
-
-
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
 def _backward_kv(
-    d_out, q, k, v, positions, q_ends, k_ends, lse_rows, delta_rows, d_k, d_v, scale,
+    d_out, q, k, v, positions, q_ends, k_ends, lses_2, deltas, d_k, d_v, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -313,32 +256,38 @@ def _backward_kv(
         k += k_start * k_token
         v += k_start * v_token
     heads = groups * GROUP
-    at_row = _statistic(q_start, q_rows, heads, PACKED) + (g * q_rows.to(tl.int64)) * GROUP
-    if PACKED:
-        at_row += q_start * (GROUP - 1)
-    lse_rows += at_row
-    delta_rows += at_row
     d_out += (q_start * heads + g * GROUP) * WIDTH
+    statistic = _statistic(q_start, q_rows, heads, PACKED) + g * GROUP * q_rows.to(tl.int64)
+    lses_2 += statistic
+    deltas += statistic
     positions = positions + q_start if positions is not None else None
     last = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
     since, always, seen = _seeing(positions, queries, keys, tile * BLOCK_N, last, CHUNK)
-    start = since * GROUP
-    middle = start + tl.cdiv(tl.maximum(always - since, 0) * GROUP, BLOCK_M) * BLOCK_M
-    stop = queries * GROUP
-    keys_tile = _load(k + key.to(tl.int64) * k_token, key, seen, WIDTH, BLOCK_D, True)
-    values_tile = _load(v + key.to(tl.int64) * v_token, key, seen, WIDTH, BLOCK_D, True)
+    k_tile = _load(k, _offsets(key, k_token, BLOCK_D), key < seen, WIDTH, BLOCK_D)
+    v_tile = _load(v, _offsets(key, v_token, BLOCK_D), key < seen, WIDTH, BLOCK_D)
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    acc_k, acc_v = _collect(
-        acc_k, acc_v, keys_tile, values_tile, key, q, d_out, lse_rows, delta_rows, positions, q_token, q_head,
-        heads * WIDTH, queries, keys, start, tl.minimum(middle, stop), scale * LOG2_E,
-        GROUP, WIDTH, BLOCK_D, BLOCK_M, PRECISION, True,
-    )  # fmt: skip
-    acc_k, acc_v = _collect(
-        acc_k, acc_v, keys_tile, values_tile, key, q, d_out, lse_rows, delta_rows, positions, q_token, q_head,
-        heads * WIDTH, queries, keys, middle, stop, scale * LOG2_E,
-        GROUP, WIDTH, BLOCK_D, BLOCK_M, PRECISION, False,
-    )  # fmt: skip
+    m = tl.arange(0, BLOCK_M)
+    q_offsets, d_out_offsets = _offsets(m, q_token, BLOCK_D), _offsets(m, heads * WIDTH, BLOCK_D)
+    steps = tl.cdiv(queries - since, BLOCK_M)
+    for step in tl.range(0, steps * GROUP):
+        head = step // steps
+        first = since + (step - head * steps) * BLOCK_M
+        inside = first + m < queries
+        at = _wide(first)
+        q_tile = _load(q + at * q_token + head * q_head, q_offsets, inside, WIDTH, BLOCK_D)
+        d_out_tile = _load(d_out + (at * heads + head) * WIDTH, d_out_offsets, inside, WIDTH, BLOCK_D)
+        at += head * q_rows.to(tl.int64)
+        lse_2 = tl.load(lses_2 + at + m, mask=inside, other=float("inf"))
+        delta = tl.load(deltas + at + m, mask=inside, other=0.0)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        p = tl.exp2(s * (scale * LOG2_E) - lse_2[None, :])
+        if first < always:
+            p = tl.where(key[:, None] <= _positions(positions, first + m, queries, keys)[None, :], p, 0.0)
+        acc_v = tl.dot(p.to(d_out_tile.dtype), d_out_tile, acc_v, input_precision=PRECISION)
+        d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
+        d_s = p * (d_p - delta[None, :])
+        acc_k = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
     d = tl.arange(0, BLOCK_D)
     at = ((k_start + key) * groups + g)[:, None] * WIDTH + d[None, :]
     written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
@@ -442,12 +391,12 @@ class _Call:
         q, k, v, *rest = self.tensors
         d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
         d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        lse_rows, delta_rows = lse.new_empty(2, lse.numel())
+        lses_2, deltas = lse.new_empty(2, lse.numel())
         self.launch(
-            _backward_q, d_out, d_lse, *self.tensors, out, lse, d_q, lse_rows, delta_rows, self.scale,
+            _backward_q, d_out, d_lse, *self.tensors, out, lse, d_q, lses_2, deltas, self.scale,
         )  # fmt: skip
         self.launch(
-            _backward_kv, d_out, *self.tensors, lse_rows, delta_rows, d_k, d_v, self.scale,
+            _backward_kv, d_out, *self.tensors, lses_2, deltas, d_k, d_v, self.scale,
             over_keys=True, CHUNK=CHUNK,
         )  # fmt: skip
         return d_q, d_k, d_v
