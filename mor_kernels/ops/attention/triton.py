@@ -35,6 +35,7 @@ from .._triton import contiguous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
+ALIGN = tl.constexpr(16)  # the backward's statistics of a sequence begin at a multiple of so many
 
 
 @triton.jit
@@ -101,11 +102,11 @@ def _visible(position, valid, keys, BLOCK_N: tl.constexpr):
     return tl.minimum(shared, seen), seen
 
 
-@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _forward(
     q, k, v, positions, q_ends, k_ends, out, lse, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    groups, pairs, tiles, section, q_rows, k_rows,
+    groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -162,15 +163,24 @@ def _statistic(q_start, q_rows, heads, PACKED: tl.constexpr):
     return q_start if PACKED else q_start * heads
 
 
-@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+@triton.jit
+def _aligned(b, head, q_start, heads, pitch, PACKED: tl.constexpr):
+    """Where a sequence begins in (B, heads, pitch), or in (heads, pitch); pitch is counted in units of ALIGN."""
+    if PACKED:
+        return (head * pitch + q_start // ALIGN + b) * ALIGN
+    return (b * heads + head) * pitch * ALIGN
+
+
+@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _backward_q(
-    d_out, d_lse, q, k, v, positions, q_ends, k_ends, out, lse, d_q, lses_2, deltas, scale,
+    d_out, d_lse, q, k, v, positions, q_ends, k_ends, out, lse, d_q, lasts, lses_2, deltas, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    groups, pairs, tiles, section, q_rows, k_rows,
+    groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """d_q of a tile of rows. For :func:`_backward_kv` it leaves lse, to the base 2, and delta."""
+    """d_q of a tile of rows. For :func:`_backward_kv` it leaves each query's last key, lse to the
+    base 2, and delta."""
     pair, tile = _item(pairs, tiles, section)
     b, g = pair // groups, pair % groups
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
@@ -198,8 +208,11 @@ def _backward_q(
         delta -= tl.load(d_lse + statistic, mask=valid, other=0.0)
     lse_2 = tl.load(lse + statistic, mask=valid, other=float("inf")) * LOG2_E
     lse_2 = tl.where(position >= 0, lse_2, float("inf"))  # what sees nothing: p = exp2(s - inf) = 0
-    tl.store(lses_2 + statistic, lse_2, mask=valid)
-    tl.store(deltas + statistic, delta, mask=valid)
+    at_aligned = _aligned(b, head, q_start, heads, pitch, PACKED) + query
+    tl.store(lses_2 + at_aligned, lse_2, mask=valid)
+    tl.store(deltas + at_aligned, delta, mask=valid)
+    if g == 0:
+        tl.store(lasts + _aligned(b, 0, q_start, 1, pitch, PACKED) + query, position, mask=valid & (head == 0))
     n = tl.arange(0, BLOCK_N)
     k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -219,26 +232,24 @@ def _backward_q(
 
 
 @triton.jit
-def _seeing(positions, queries, keys, first_key, last_key, CHUNK: tl.constexpr):
+def _seeing(lasts, queries, first_key, last_key, CHUNK: tl.constexpr):
     """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the number
     of keys that any sees."""
-    if positions is None:
-        return tl.minimum(first_key, queries), tl.minimum(last_key, queries), tl.minimum(queries, keys)
     since, always, seen = queries, 0, 0
     for start in tl.range(0, queries, CHUNK):
         query = start + tl.arange(0, CHUNK)
-        position = _positions(positions, query, queries, keys)
-        since = tl.minimum(since, tl.min(tl.where(position >= first_key, query, queries)))
-        always = tl.maximum(always, tl.max(tl.where((position < last_key) & (query < queries), query + 1, 0)))
-        seen = tl.maximum(seen, tl.max(position) + 1)
+        last = tl.load(lasts + query, mask=query < queries, other=-1)
+        since = tl.minimum(since, tl.min(tl.where(last >= first_key, query, queries)))
+        always = tl.maximum(always, tl.max(tl.where((last < last_key) & (query < queries), query + 1, 0)))
+        seen = tl.maximum(seen, tl.max(last) + 1)
     return since, always, seen
 
 
-@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+@triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _backward_kv(
-    d_out, q, k, v, positions, q_ends, k_ends, lses_2, deltas, d_k, d_v, scale,
+    d_out, q, k, v, q_ends, k_ends, lasts, lses_2, deltas, d_k, d_v, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    groups, pairs, tiles, section, q_rows, k_rows,
+    groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -257,12 +268,11 @@ def _backward_kv(
         v += k_start * v_token
     heads = groups * GROUP
     d_out += (q_start * heads + g * GROUP) * WIDTH
-    statistic = _statistic(q_start, q_rows, heads, PACKED) + g * GROUP * q_rows.to(tl.int64)
-    lses_2 += statistic
-    deltas += statistic
-    positions = positions + q_start if positions is not None else None
-    last = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
-    since, always, seen = _seeing(positions, queries, keys, tile * BLOCK_N, last, CHUNK)
+    lasts += _aligned(b, 0, q_start, 1, pitch, PACKED)
+    statistic = _aligned(b, g * GROUP, q_start, heads, pitch, PACKED)
+    last_key = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
+    since, always, seen = _seeing(lasts, queries, tile * BLOCK_N, last_key, CHUNK)
+    since = since // ALIGN * ALIGN
     k_tile = _load(k, _offsets(key, k_token, BLOCK_D), key < seen, WIDTH, BLOCK_D)
     v_tile = _load(v, _offsets(key, v_token, BLOCK_D), key < seen, WIDTH, BLOCK_D)
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -277,13 +287,15 @@ def _backward_kv(
         at = _wide(first)
         q_tile = _load(q + at * q_token + head * q_head, q_offsets, inside, WIDTH, BLOCK_D)
         d_out_tile = _load(d_out + (at * heads + head) * WIDTH, d_out_offsets, inside, WIDTH, BLOCK_D)
-        at += head * q_rows.to(tl.int64)
-        lse_2 = tl.load(lses_2 + at + m, mask=inside, other=float("inf"))
-        delta = tl.load(deltas + at + m, mask=inside, other=0.0)
+        at = statistic + (head * pitch).to(tl.int64) * ALIGN + first
+        lse_2 = tl.load(lses_2 + at + m)
+        delta = tl.load(deltas + at + m)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        if (first < always) | (first + BLOCK_M > queries):
+            lse_2 = tl.where(inside, lse_2, float("inf"))  # p = exp2(s - inf) = 0
+            delta = tl.where(inside, delta, 0.0)
+            s = tl.where(key[:, None] <= tl.load(lasts + first + m)[None, :], s, -float("inf"))
         p = tl.exp2(s * (scale * LOG2_E) - lse_2[None, :])
-        if first < always:
-            p = tl.where(key[:, None] <= _positions(positions, first + m, queries, keys)[None, :], p, 0.0)
         acc_v = tl.dot(p.to(d_out_tile.dtype), d_out_tile, acc_v, input_precision=PRECISION)
         d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
         d_s = p * (d_p - delta[None, :])
@@ -350,6 +362,7 @@ class _Call:
         self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
         self.q_longest, self.k_longest = longest or (q.shape[1], k.shape[1])
         self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
+        self.pitch = triton.cdiv(self.q_rows, ALIGN.value) + (self.batch if self.packed else 0)
         self.constants = {
             "GROUP": self.heads // self.groups,
             "WIDTH": self.width,
@@ -374,7 +387,7 @@ class _Call:
             return
         section = min(pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
         kernel[(pairs * tiles,)](
-            *arguments, *self.strides, self.groups, pairs, tiles, section, self.q_rows, self.k_rows,
+            *arguments, *self.strides, self.groups, pairs, tiles, section, self.q_rows, self.k_rows, self.pitch,
             **self.constants, **constants, BLOCK_M=setting.rows, BLOCK_N=setting.keys,
             num_warps=setting.num_warps, num_stages=setting.num_stages,
         )  # fmt: skip
@@ -391,12 +404,15 @@ class _Call:
         q, k, v, *rest = self.tensors
         d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
         d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        lses_2, deltas = lse.new_empty(2, lse.numel())
+        rows = (1 if self.packed else self.batch) * self.pitch * ALIGN.value
+        slack = 128  # a tile may begin at the last row, and is read without a mask
+        lasts = lse.new_empty(rows + slack, dtype=torch.int32)
+        lses_2, deltas = (lse.new_empty(self.heads * rows + slack) for _ in range(2))
         self.launch(
-            _backward_q, d_out, d_lse, *self.tensors, out, lse, d_q, lses_2, deltas, self.scale,
+            _backward_q, d_out, d_lse, *self.tensors, out, lse, d_q, lasts, lses_2, deltas, self.scale,
         )  # fmt: skip
         self.launch(
-            _backward_kv, d_out, *self.tensors, lses_2, deltas, d_k, d_v, self.scale,
+            _backward_kv, d_out, q, k, v, *rest[1:], lasts, lses_2, deltas, d_k, d_v, self.scale,
             over_keys=True, CHUNK=CHUNK,
         )  # fmt: skip
         return d_q, d_k, d_v
