@@ -76,10 +76,18 @@ def apply(function: type[torch.autograd.Function], *arguments):
     return function.apply(*distinct)
 
 
-def deferred(module: str, function: str) -> Callable:
-    """``function`` of ``module``, which is imported at the first call, since Triton need not be installed."""
+def deferred(module: str, function: str, refuses: Callable = lambda tensors: None) -> Callable:
+    """``function`` of ``module``, which is imported at the first call, since Triton need not be installed.
+
+    ``refuses(tensors)`` tells why it can't serve arguments of a shape, None if it can.
+    """
     load = functools.cache(lambda: getattr(importlib.import_module(module), function))
-    return lambda *arguments: load()(*arguments)
+
+    def run(*arguments):
+        return load()(*arguments)
+
+    run.refuses = refuses
+    return run
 
 
 def unavailable(
@@ -117,7 +125,8 @@ def _refusal(op: str, backend: str, tensors: list[torch.Tensor]) -> str | None:
     for device, dtype in {(t.device, t.dtype) for t in tensors}:
         if reason := (_cached if device.type == "cuda" else unavailable)(backend, op, device, dtype):
             return reason
-    return None
+    refuses = getattr(_implementations[op][backend], "refuses", None)
+    return refuses(tensors) if refuses else None
 
 
 def _best(op: str, tensors: list[torch.Tensor]) -> str:

@@ -15,6 +15,14 @@ from .._dispatch import apply, deferred, define, resolve
 from .._numeric import wide
 from . import eager
 
+WIDEST = 256  # head width of the Triton kernels: a tile of keys and values is held at once
+
+
+def _too_wide(tensors):
+    width = tensors[0].shape[-1]
+    return None if width <= WIDEST else f"it takes head widths up to {WIDEST}, not {width}"
+
+
 
 def _lse(q, *shape):
     return q.new_empty(shape, dtype=wide(q.dtype))
@@ -29,7 +37,7 @@ _forward = define(
     "str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
     eager=eager.attention,
-    triton=deferred(f"{__name__}.triton", "attention"),
+    triton=deferred(f"{__name__}.triton", "attention", refuses=_too_wide),
 )
 _backward = define(
     "attention_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -37,14 +45,14 @@ _backward = define(
     " -> (Tensor d_q, Tensor d_k, Tensor d_v)",
     fake=_like_inputs,
     eager=eager.attention_backward,
-    triton=deferred(f"{__name__}.triton", "attention_backward"),
+    triton=deferred(f"{__name__}.triton", "attention_backward", refuses=_too_wide),
 )
 _forward_varlen = define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
     eager=eager.attention_varlen,
-    triton=deferred(f"{__name__}.triton", "attention_varlen"),
+    triton=deferred(f"{__name__}.triton", "attention_varlen", refuses=_too_wide),
 )
 _backward_varlen = define(
     "attention_varlen_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -52,13 +60,14 @@ _backward_varlen = define(
     "float scale, str backend) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
     fake=_like_inputs,
     eager=eager.attention_varlen_backward,
-    triton=deferred(f"{__name__}.triton", "attention_varlen_backward"),
+    triton=deferred(f"{__name__}.triton", "attention_varlen_backward", refuses=_too_wide),
 )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, q_positions, q_lens, k_lens, scale, backend):
+        ctx.set_materialize_grads(False)  # most callers ask for no log-sum-exp
         out, lse = _forward(q, k, v, q_positions, q_lens, k_lens, scale, backend)
         ctx.save_for_backward(q, k, v, out, lse, q_positions, q_lens, k_lens)
         ctx.scalars = (scale, backend)
@@ -67,12 +76,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
+        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
         return (*_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars), *[None] * 5)
 
 
 class _AttentionVarlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend):
+        ctx.set_materialize_grads(False)
         out, lse = _forward_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend
         )
@@ -83,6 +94,7 @@ class _AttentionVarlen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
+        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
         *tensors, q_positions = ctx.saved_tensors
         max_seqlen_q, max_seqlen_k, scale, backend = ctx.scalars
         gradients = _backward_varlen(d_out, d_lse, *tensors, max_seqlen_q, max_seqlen_k, q_positions, scale, backend)

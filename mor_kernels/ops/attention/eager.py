@@ -74,8 +74,10 @@ def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_l
     q_valid = _valid(queries, q_lens, q)
     do5, out5 = (_heads_first(t, q5.dtype, q_valid).reshape(q5.shape) for t in (d_out, out))
     lse5 = lse.reshape(q5.shape[:-1]).clamp(min=torch.finfo(lse.dtype).min)
-    d_lse = d_lse if q_valid is None else torch.where(q_valid[:, None], d_lse, 0)
-    through_norm = d_lse.reshape(lse5.shape) - (do5 * out5).sum(-1)
+    through_norm = -(do5 * out5).sum(-1)
+    if d_lse is not None:
+        d_lse = d_lse if q_valid is None else torch.where(q_valid[:, None], d_lse, 0)
+        through_norm += d_lse.reshape(lse5.shape)
     dq5, dk5, dv5 = torch.zeros_like(q5), torch.zeros_like(k5), torch.zeros_like(v5)
     for rows in _blocks(batch, heads, queries, k.shape[1]):
         p = torch.exp(_scores(q5, k5, q_positions, k_valid, rows, scale) - lse5[:, :, :, rows, None])
@@ -143,10 +145,12 @@ def attention_varlen_backward(
 ):
     total_q, total_k = q.shape[0], k.shape[0]
     padded = _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
-    d_out, out, d_lse, lse = (_pad(t, cu_seqlens_q, max_seqlen_q) for t in (d_out, out, d_lse.T, lse.T))
+    d_out, out, lse = (_pad(t, cu_seqlens_q, max_seqlen_q) for t in (d_out, out, lse.T))
+    if d_lse is not None:
+        d_lse = _pad(d_lse.T, cu_seqlens_q, max_seqlen_q).transpose(1, 2)
     q, k, v, *positions_and_lens = padded
     d_q, d_k, d_v = attention_backward(
-        d_out, d_lse.transpose(1, 2), q, k, v, out, lse.transpose(1, 2), *positions_and_lens, scale
+        d_out, d_lse, q, k, v, out, lse.transpose(1, 2), *positions_and_lens, scale
     )
     d_k, d_v = (_unpad(t, cu_seqlens_k, total_k) for t in (d_k, d_v))
     return _unpad(d_q, cu_seqlens_q, total_q), d_k, d_v

@@ -35,7 +35,8 @@ from .._triton import contiguous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
-ALIGN = tl.constexpr(16)  # the backward's statistics of a sequence begin at a multiple of so many
+ALIGN = tl.constexpr(16)  # the backward's statistics of a sequence begin at a multiple of so many rows,
+GAP = tl.constexpr(5)  # and are followed by so many times as much: a tile of 64 that begins at the last row ends there
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def _statistic(q_start, q_rows, heads, PACKED: tl.constexpr):
 def _aligned(b, head, q_start, heads, pitch, PACKED: tl.constexpr):
     """Where a sequence begins in (B, heads, pitch), or in (heads, pitch); pitch is counted in units of ALIGN."""
     if PACKED:
-        return (head * pitch + q_start // ALIGN + b) * ALIGN
+        return (head * pitch + q_start // ALIGN + b * GAP) * ALIGN
     return (b * heads + head) * pitch * ALIGN
 
 
@@ -291,13 +292,11 @@ def _backward_kv(
         lse_2 = tl.load(lses_2 + at + m)
         delta = tl.load(deltas + at + m)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        if (first < always) | (first + BLOCK_M > queries):
-            lse_2 = tl.where(inside, lse_2, float("inf"))  # p = exp2(s - inf) = 0
-            delta = tl.where(inside, delta, 0.0)
+        d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
+        if first < always:
             s = tl.where(key[:, None] <= tl.load(lasts + first + m)[None, :], s, -float("inf"))
         p = tl.exp2(s * (scale * LOG2_E) - lse_2[None, :])
         acc_v = tl.dot(p.to(d_out_tile.dtype), d_out_tile, acc_v, input_precision=PRECISION)
-        d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
         d_s = p * (d_p - delta[None, :])
         acc_k = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
     d = tl.arange(0, BLOCK_D)
@@ -323,24 +322,36 @@ def _fill_tail(x, ends, value, total, columns, row_stride, column_stride, ROWS: 
 
 
 class Setting(NamedTuple):
-    """Rows and keys of a tile, and how it is compiled."""
+    """Rows and keys of a tile, and how it is compiled; ``registers`` of a thread at most, so that more tiles are in
+    flight on a multiprocessor."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
-def settings(kernel: str, width: int, itemsize: int) -> Setting:
-    """By the padded head width and the bytes of an element."""
-    if itemsize == 4:
-        return Setting(32, 32, 4, 1) if width > 128 else Setting(64, 32, 4, 2)
-    if kernel == "forward":
-        return Setting(128, 128 if width <= 64 else 64, 8, 2)
-    if kernel == "backward_q":
-        return Setting(128, 64, 8, 2) if width <= 128 else Setting(64, 32, 8, 2)
-    return Setting(64, 128, 8, 2) if width <= 128 else Setting(32, 64, 8, 2)
+class Settings(NamedTuple):
+    forward: Setting
+    backward_q: Setting
+    backward_kv: Setting
 
+
+# By the padded head width; measured on an H100.
+SETTINGS = {
+    32: Settings(Setting(64, 64, 4, 3, 96), Setting(64, 64, 4, 3), Setting(64, 64, 4, 3, 168)),
+    64: Settings(Setting(64, 64, 4, 3, 128), Setting(64, 64, 4, 2, 128), Setting(64, 64, 4, 3)),
+    128: Settings(Setting(128, 64, 8, 2, 128), Setting(128, 64, 8, 3), Setting(64, 128, 8, 3)),
+    256: Settings(Setting(128, 64, 8, 2), Setting(128, 32, 8, 2), Setting(64, 64, 8, 2)),
+}
+# float32 is multiplied as three products of tf32: for accuracy, not for speed.
+SETTINGS_FP32 = {
+    32: Settings(Setting(64, 32, 4, 2), Setting(64, 32, 4, 2), Setting(32, 32, 4, 2)),
+    64: Settings(Setting(64, 32, 4, 2), Setting(64, 32, 4, 2), Setting(32, 32, 4, 2)),
+    128: Settings(Setting(64, 32, 4, 2), Setting(64, 32, 8, 1), Setting(32, 32, 4, 2)),
+    256: Settings(Setting(32, 16, 4, 1), Setting(32, 16, 4, 1), Setting(16, 32, 4, 1)),
+}
 
 SECTION_BYTES = 2**24  # of keys and values (or queries and gradients) that share the L2 cache
 CHUNK = 1024  # positions that are compared at once
@@ -358,24 +369,25 @@ class _Call:
         self.groups = k.shape[-2]
         self.tensors = q, k, v, *contiguous(q_positions, q_ends, k_ends)
         self.scale = scale
+        exact = q.dtype == torch.float32
+        block_d = max(16, triton.next_power_of_2(self.width))
+        self.settings = (SETTINGS_FP32 if exact else SETTINGS)[max(32, block_d)]
         self.strides = [s for t in (q, k, v) for s in ((0, *t.stride()[:2]) if self.packed else t.stride()[:3])]
         self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
         self.q_longest, self.k_longest = longest or (q.shape[1], k.shape[1])
         self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
-        self.pitch = triton.cdiv(self.q_rows, ALIGN.value) + (self.batch if self.packed else 0)
+        self.pitch = triton.cdiv(self.q_rows, ALIGN.value) + GAP.value * (self.batch if self.packed else 1)
         self.constants = {
             "GROUP": self.heads // self.groups,
             "WIDTH": self.width,
-            "BLOCK_D": max(16, triton.next_power_of_2(self.width)),
-            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+            "BLOCK_D": block_d,
+            "PRECISION": "tf32x3" if exact else "tf32",
             "PACKED": self.packed,
         }
 
-    def launch(self, kernel, *arguments, over_keys=False, **constants):
+    def launch(self, kernel, setting, *arguments, over_keys=False, **constants):
         """One program a tile of rows, or of keys, of each sequence and key/value head."""
-        group, block_d = self.constants["GROUP"], self.constants["BLOCK_D"]
-        itemsize = self.tensors[0].element_size()
-        setting = settings(kernel.fn.__name__.lstrip("_"), block_d, itemsize)
+        group, itemsize = self.constants["GROUP"], self.tensors[0].element_size()
         if over_keys:
             tiles = triton.cdiv(self.k_longest, setting.keys)
             streamed = self.q_longest * group
@@ -389,7 +401,7 @@ class _Call:
         kernel[(pairs * tiles,)](
             *arguments, *self.strides, self.groups, pairs, tiles, section, self.q_rows, self.k_rows, self.pitch,
             **self.constants, **constants, BLOCK_M=setting.rows, BLOCK_N=setting.keys,
-            num_warps=setting.num_warps, num_stages=setting.num_stages,
+            num_warps=setting.num_warps, num_stages=setting.num_stages, maxnreg=setting.registers,
         )  # fmt: skip
 
     def forward(self):
@@ -397,7 +409,7 @@ class _Call:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
         lse = q.new_empty(shape, dtype=torch.float32)
-        self.launch(_forward, *self.tensors, out, lse, self.scale)
+        self.launch(_forward, self.settings.forward, *self.tensors, out, lse, self.scale)
         return out, lse
 
     def backward(self, d_out, d_lse, out, lse):
@@ -405,15 +417,17 @@ class _Call:
         d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
         d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         rows = (1 if self.packed else self.batch) * self.pitch * ALIGN.value
-        slack = 128  # a tile may begin at the last row, and is read without a mask
-        lasts = lse.new_empty(rows + slack, dtype=torch.int32)
-        lses_2, deltas = (lse.new_empty(self.heads * rows + slack) for _ in range(2))
+        # zeros, since a tile of rows goes past the last one: q and d_out are taken for zeros there, the rest is not masked
+        lasts = lse.new_empty(rows, dtype=torch.int32)
+        lses_2, deltas = lse.new_zeros(2, self.heads * rows)
+        statistics = lasts, lses_2, deltas
         self.launch(
-            _backward_q, d_out, d_lse, *self.tensors, out, lse, d_q, lasts, lses_2, deltas, self.scale,
+            _backward_q, self.settings.backward_q,
+            d_out, d_lse, *self.tensors, out, lse, d_q, *statistics, self.scale,
         )  # fmt: skip
         self.launch(
-            _backward_kv, d_out, q, k, v, *rest[1:], lasts, lses_2, deltas, d_k, d_v, self.scale,
-            over_keys=True, CHUNK=CHUNK,
+            _backward_kv, self.settings.backward_kv,
+            d_out, q, k, v, *rest[1:], *statistics, d_k, d_v, self.scale, over_keys=True, CHUNK=CHUNK,
         )  # fmt: skip
         return d_q, d_k, d_v
 
