@@ -50,6 +50,12 @@ GRID = (2**31 - 1, 65535, 65535)
 # Kernels that may have a stack frame (an array indexed by a value that isn't known when compiling), and its bytes.
 STACK_FRAMES: dict[str, int] = {}
 
+# Launches (kernel and setting) that may spill, and how many bytes, stored and loaded; the first that fits counts.
+SPILLS = {
+    r"attention\..*\(fp32.*BLOCK_D=128": 480,  # three products of tf32 a tile: for accuracy, not for speed
+    r"attention\.": 320,  # at the limit of registers, and measured faster than smaller tiles, which don't spill
+}
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1"}
 
@@ -57,6 +63,15 @@ SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int
 STREAMS = [(width, BF16) for width in (64, 576, 960, 1001, 1536, 2048, 4096, 10000)]
 STREAMS += [(64, FP32), (960, FP32), (4096, FP32), (10000, FP32), (576, FP16)]
 ROUTED = [(width, BF16) for width in (64, 960, 1001, 1536, 4096, 10000)] + [(4096, FP32), (576, FP16)]
+# head width, dtype, heads of queries and of keys
+ATTENTION = [
+    (64, BF16, 15, 5),
+    (32, BF16, 8, 8),
+    (96, FP16, 14, 2),
+    (256, BF16, 8, 2),
+    (64, FP32, 15, 5),
+    (128, FP32, 16, 8),
+]
 B, N, K = 4, 2048, 1024
 
 
@@ -114,6 +129,18 @@ def scenarios() -> Iterator[Callable]:
     yield partial(ops.aux_loss, floats(B, N), whole(B, K))
     yield partial(ops.aux_loss, floats(B, K), whole(B, K // 2), candidates=whole(B, K), seqlens=whole(B))
 
+    for width, dtype, heads, groups in ATTENTION:
+        q, (k, v) = (
+            floats(B, K, heads, width, dtype=dtype),
+            (floats(B, N, groups, width, dtype=dtype) for _ in range(2)),
+        )
+        yield partial(ops.attention, q, k, v, q_positions=whole(B, K))
+    q, (k, v) = floats(B, K, 15, 64, dtype=BF16), floats(B, K, 2, 5, 64, dtype=BF16).unbind(2)
+    yield partial(ops.attention, q, k, v, q_lens=whole(B), k_lens=whole(B))
+    lengths = whole(B + 1, dtype=torch.int32)
+    packed = (t.flatten(0, 1) for t in (q, k, v))
+    yield partial(ops.attention_varlen, *packed, lengths, lengths, K, K, return_lse=True)
+
 
 class StandIn(DriverBase):
     """What compiling asks of a driver."""
@@ -165,12 +192,15 @@ class Build:
         by_shared = SHARED[self.arch][1] // (self.shared + 1024)
         return self.warps * min(64 // self.warps, 32, by_registers, by_shared)
 
+    def may_spill(self) -> int:
+        return next((n for what, n in SPILLS.items() if re.search(what, f"{self.kernel} ({self.setting})")), 0)
+
     def faults(self) -> list[str]:
         limit = SHARED[self.arch][0]
         found = []
-        if any(self.spills):
+        if sum(self.spills) > self.may_spill():
             found.append(f"spills registers: {self.spills[0]} bytes stored, {self.spills[1]} loaded")
-        elif self.stack > STACK_FRAMES.get(self.kernel, 0):
+        elif not any(self.spills) and self.stack > STACK_FRAMES.get(self.kernel, 0):
             found.append(f"has a stack frame of {self.stack} bytes")
         if self.shared > limit:
             found.append(f"takes {self.shared} bytes of shared memory; a block has {limit}")

@@ -125,7 +125,7 @@ def _refusal(op: str, backend: str, tensors: list[torch.Tensor]) -> str | None:
     for device, dtype in {(t.device, t.dtype) for t in tensors}:
         if reason := (_cached if device.type == "cuda" else unavailable)(backend, op, device, dtype):
             return reason
-    refuses = getattr(_implementations[op][backend], "refuses", None)
+    refuses = getattr(_implementations.get(op, {}).get(backend), "refuses", None)
     return refuses(tensors) if refuses else None
 
 

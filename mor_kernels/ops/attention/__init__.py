@@ -15,13 +15,12 @@ from .._dispatch import apply, deferred, define, resolve
 from .._numeric import wide
 from . import eager
 
-WIDEST = 256  # head width of the Triton kernels: a tile of keys and values is held at once
-
 
 def _too_wide(tensors):
+    """Tiles of keys, values and sums of whole heads must fit a multiprocessor's registers."""
+    widest = 128 if tensors[0].dtype == torch.float32 else 256
     width = tensors[0].shape[-1]
-    return None if width <= WIDEST else f"it takes head widths up to {WIDEST}, not {width}"
-
+    return None if width <= widest else f"it takes {tensors[0].dtype} heads of width up to {widest}, not {width}"
 
 
 def _lse(q, *shape):

@@ -149,8 +149,6 @@ def attention_varlen_backward(
     if d_lse is not None:
         d_lse = _pad(d_lse.T, cu_seqlens_q, max_seqlen_q).transpose(1, 2)
     q, k, v, *positions_and_lens = padded
-    d_q, d_k, d_v = attention_backward(
-        d_out, d_lse, q, k, v, out, lse.transpose(1, 2), *positions_and_lens, scale
-    )
+    d_q, d_k, d_v = attention_backward(d_out, d_lse, q, k, v, out, lse.transpose(1, 2), *positions_and_lens, scale)
     d_k, d_v = (_unpad(t, cu_seqlens_k, total_k) for t in (d_k, d_v))
     return _unpad(d_q, cu_seqlens_q, total_q), d_k, d_v

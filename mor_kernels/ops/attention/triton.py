@@ -1,9 +1,9 @@
 """Attention of queries at given positions over all keys up to them, in Triton; forward and backward, one family.
 
-A program of the forward, and of the backward for d_q, holds a tile of rows: the query heads that share a key/value head
-stand beside one another, row = query * GROUP + head of the group, so that the tile spans few positions. A program of the
-backward for d_k and d_v holds a tile of keys and goes through the rows, which sums over the group by itself. Positions
-decide what is computed: with the least and the largest position of a tile,
+A program of the forward, and of the backward for d_q, holds a tile of rows: the query heads that share a key/value
+head stand beside one another, row = query * GROUP + head of the group, so that the tile spans few positions. A program
+of the backward for d_k and d_v holds a tile of keys and goes through the queries of each head of the group, which sums
+over the group by itself. Positions decide what is computed: with the least and the largest position of a tile,
 
     keys before least + 1      are visible to all its rows: whole tiles of them are not masked;
     keys from largest + 1 on   are visible to none: skipped.
@@ -19,12 +19,13 @@ and backward, from lse and delta = sum(d_out * out) - d_lse:
     p = exp(s - lse);  d_s = p * (d_out v^T - delta)
     d_q = scale * d_s k;  d_k = scale * d_s^T q;  d_v = p^T d_out
 
-p and d_s are rounded to the dtype of the inputs before they are multiplied; every sum is in fp32. Each output element is
-written by one program, in one order: the result is deterministic.
+p and d_s are rounded to the dtype of the inputs before they are multiplied; every sum is in fp32. Each output element
+is written by one program, in one order: the result is deterministic.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -234,8 +235,8 @@ def _backward_q(
 
 @triton.jit
 def _seeing(lasts, queries, first_key, last_key, CHUNK: tl.constexpr):
-    """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the number
-    of keys that any sees."""
+    """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the
+    number of keys that any sees."""
     since, always, seen = queries, 0, 0
     for start in tl.range(0, queries, CHUNK):
         query = start + tl.arange(0, CHUNK)
@@ -338,20 +339,37 @@ class Settings(NamedTuple):
     backward_kv: Setting
 
 
-# By the padded head width; measured on an H100.
-SETTINGS = {
+# By the padded head width, for 2-byte elements. On an H100, measured.
+SM_90 = {
     32: Settings(Setting(64, 64, 4, 3, 96), Setting(64, 64, 4, 3), Setting(64, 64, 4, 3, 168)),
     64: Settings(Setting(64, 64, 4, 3, 128), Setting(64, 64, 4, 2, 128), Setting(64, 64, 4, 3)),
-    128: Settings(Setting(128, 64, 8, 2, 128), Setting(128, 64, 8, 3), Setting(64, 128, 8, 3)),
-    256: Settings(Setting(128, 64, 8, 2), Setting(128, 32, 8, 2), Setting(64, 64, 8, 2)),
+    128: Settings(Setting(128, 128, 8, 3), Setting(128, 64, 8, 3), Setting(64, 128, 8, 3)),
+    256: Settings(Setting(128, 32, 8, 3), Setting(128, 32, 8, 2), Setting(32, 32, 4, 2)),
+}
+# Elsewhere what doesn't spill on an A100 and takes less than 100 KB of shared memory, not measured.
+SM_80 = {
+    32: Settings(Setting(64, 64, 4, 3), Setting(64, 64, 4, 2), Setting(32, 64, 4, 2)),
+    64: Settings(Setting(128, 64, 8, 2), Setting(64, 64, 4, 2), Setting(32, 64, 4, 2)),
+    128: Settings(Setting(64, 32, 4, 3), Setting(128, 32, 8, 2), Setting(32, 64, 8, 2)),
+    256: Settings(Setting(64, 32, 8, 2), Setting(64, 16, 8, 2), Setting(32, 32, 4, 2)),
 }
 # float32 is multiplied as three products of tf32: for accuracy, not for speed.
-SETTINGS_FP32 = {
-    32: Settings(Setting(64, 32, 4, 2), Setting(64, 32, 4, 2), Setting(32, 32, 4, 2)),
-    64: Settings(Setting(64, 32, 4, 2), Setting(64, 32, 4, 2), Setting(32, 32, 4, 2)),
-    128: Settings(Setting(64, 32, 4, 2), Setting(64, 32, 8, 1), Setting(32, 32, 4, 2)),
-    256: Settings(Setting(32, 16, 4, 1), Setting(32, 16, 4, 1), Setting(16, 32, 4, 1)),
+FP32 = {
+    32: Settings(Setting(32, 32, 4, 2), Setting(64, 16, 8, 1), Setting(16, 32, 4, 1)),
+    64: Settings(Setting(32, 32, 4, 2), Setting(64, 16, 8, 1), Setting(16, 32, 4, 1)),
+    128: Settings(Setting(64, 16, 8, 1), Setting(64, 16, 8, 1), Setting(16, 16, 4, 1)),
 }
+
+
+@functools.cache
+def settings(width: int, exact: bool, device: torch.device) -> Settings:
+    """For a padded head width; ``exact``: float32."""
+    if exact:
+        return FP32[max(32, width)]
+    compiled = isinstance(_forward, triton.runtime.JITFunction)  # otherwise it is interpreted
+    arch = triton.runtime.driver.active.get_current_target().arch if compiled else 90
+    return (SM_90 if arch == 90 else SM_80)[max(32, width)]
+
 
 SECTION_BYTES = 2**24  # of keys and values (or queries and gradients) that share the L2 cache
 CHUNK = 1024  # positions that are compared at once
@@ -371,7 +389,7 @@ class _Call:
         self.scale = scale
         exact = q.dtype == torch.float32
         block_d = max(16, triton.next_power_of_2(self.width))
-        self.settings = (SETTINGS_FP32 if exact else SETTINGS)[max(32, block_d)]
+        self.settings = settings(block_d, exact, q.device)
         self.strides = [s for t in (q, k, v) for s in ((0, *t.stride()[:2]) if self.packed else t.stride()[:3])]
         self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
         self.q_longest, self.k_longest = longest or (q.shape[1], k.shape[1])
@@ -417,7 +435,7 @@ class _Call:
         d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
         d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         rows = (1 if self.packed else self.batch) * self.pitch * ALIGN.value
-        # zeros, since a tile of rows goes past the last one: q and d_out are taken for zeros there, the rest is not masked
+        # zeros, since tiles go past the last query: q and d_out are taken for zeros there, statistics are not masked
         lasts = lse.new_empty(rows, dtype=torch.int32)
         lses_2, deltas = lse.new_zeros(2, self.heads * rows)
         statistics = lasts, lses_2, deltas
