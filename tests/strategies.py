@@ -83,7 +83,7 @@ def poison_tail(tensor, lens):
 
 def assert_close(got, exact, dtype, roundings=2.0, message="", cancels=0.01, slack=0.0):
     """Element by element, within ``roundings`` roundings of ``dtype`` of the float64 result, relative to the value and,
-    for what cancels, to the share ``cancels`` of the largest one; the error of float32 sums and ``slack`` come on top."""
+    for what cancels, to the share ``cancels`` of the largest one; float32 sums' error and ``slack`` come on top."""
     got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
     assert got.shape == exact.shape, f"{message}: shape {tuple(got.shape)} instead of {tuple(exact.shape)}"
     assert not got.isnan().any(), f"{message}: NaN"
