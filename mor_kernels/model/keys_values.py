@@ -47,7 +47,8 @@ class BatchedKeyValues(KeyValues):
     def begin(self, recursion, indices=None, counts=None):
         """indices (B, k) kept positions, -1 past counts (B,); None for all positions."""
         self.first, self.indices = recursion == 0, indices
-        self.counts = self.seqlens if indices is None else counts
+        # without padding every row is full, and plain causal attention needs no lengths
+        self.counts = counts if indices is not None and self.seqlens is not None else self.seqlens
 
     def among_kept(self, q, k, v):
         return ops.attention(q, k, v, q_lens=self.counts, k_lens=self.counts)
