@@ -13,7 +13,7 @@ import torch
 from . import __version__
 from .ops import _dispatch
 
-PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "datasets")
+PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "datasets", "flash-attn-4")
 VARIABLES = ("MOR_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 
@@ -36,7 +36,9 @@ def report() -> dict:
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "packages": {name: _version(name) for name in PACKAGES},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "backends": {name: _dispatch.unavailable(name, device=device) for name in _dispatch.BACKENDS},
+        "backends": {
+            name: _dispatch.unavailable(name, device=device) for name in (*_dispatch.BACKENDS, *_dispatch.LIBRARIES)
+        },
     }
 
 

@@ -16,31 +16,35 @@ from collections.abc import Callable
 
 import torch
 
-BACKENDS = ("eager", "triton", "cuda")
+BACKENDS = ("eager", "triton", "cuda")  # our own
+LIBRARIES = {"cudnn": None, "fa4": "flash_attn.cute"}  # others' kernels behind an op of ours, and the module they need
 NAMESPACE = "mor_kernels"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _implementations: dict[str, dict[str, Callable]] = {}
+_choices: dict[str, Callable] = {}
 
 # Read once: an environment variable read inside a compiled function would be frozen into the graph without notice.
 _default_backend = os.environ.get("MOR_BACKEND") or "auto"
 
 
-def define(schema: str, *, fake: Callable, **backends: Callable) -> Callable:
+def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **backends: Callable) -> Callable:
     """Declare ``mor_kernels::<schema>`` and return the callable op.
 
-    ``schema`` ends with ``str backend``; ``fake`` and every backend's function take the arguments before it.
+    ``schema`` ends with ``str backend``; ``fake`` and every backend's function take the arguments before it, and so
+    does ``choose``, which names the libraries that are faster than our kernel for them on this GPU, the fastest first.
     """
     name = schema.partition("(")[0]
     _implementations[name] = backends
+    _choices[name] = choose
 
     def run(*args):
         *arguments, backend = args
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         device = tensors[0].device
         if backend == "auto":
-            backend = _best(name, tensors)
-        elif reason := _refusal(name, backend, tensors):
+            backend = _best(name, tensors, arguments)
+        elif reason := _refusal(name, backend, tensors) or _unfit(name, backend, arguments):
             raise RuntimeError(f"{name}: backend={backend!r} is not available: {reason}")
         with contextlib.ExitStack() as stack:
             if torch.is_autocast_enabled(device.type):  # an implementation chooses its own precision
@@ -76,10 +80,10 @@ def apply(function: type[torch.autograd.Function], *arguments):
     return function.apply(*distinct)
 
 
-def deferred(module: str, function: str, refuses: Callable = lambda tensors: None) -> Callable:
+def deferred(module: str, function: str, refuses: Callable = lambda *_: None) -> Callable:
     """``function`` of ``module``, which is imported at the first call, since Triton need not be installed.
 
-    ``refuses(tensors)`` tells why it can't serve arguments of a shape, None if it can.
+    ``refuses(*arguments)`` tells why it can't serve these, which are right; None if it can.
     """
     load = functools.cache(lambda: getattr(importlib.import_module(module), function))
 
@@ -97,8 +101,8 @@ def unavailable(
     dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why ``backend`` can't serve ``op`` (any op if None) on ``device`` for ``dtype``; None if it can."""
-    if backend not in BACKENDS:
-        return f"expected one of {', '.join(BACKENDS)} or auto, got {backend!r}"
+    if backend not in (*BACKENDS, *LIBRARIES):
+        return f"expected one of {', '.join((*BACKENDS, *LIBRARIES))} or auto, got {backend!r}"
     if not any(backend in table for name, table in _implementations.items() if op in (None, name)):
         return f"this version has no {backend} implementation of {op or 'any op'}"
     if backend == "eager":
@@ -113,8 +117,20 @@ def unavailable(
         return "the tensors are on the CPU" + (", which needs TRITON_INTERPRET=1" if backend == "triton" else "")
     if not torch.cuda.is_available() or torch.version.hip:
         return "no CUDA device is visible"
+    if backend == "fa4" and not _installed(LIBRARIES["fa4"]):
+        return "flash-attn-4 is not installed; pip install mor-kernels[fa4]"
+    if backend == "cudnn" and not torch.backends.cudnn.is_available():
+        return "this PyTorch has no cuDNN"
+    least, name = ((9, 0), "9.0 (H100)") if backend in LIBRARIES else ((8, 0), "8.0 (A100)")
     capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 0) else f"it needs compute capability 8.0 (A100) or newer, not {capability}"
+    return None if capability >= least else f"it needs compute capability {name} or newer, not {capability}"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 _cached = functools.cache(unavailable)  # what is asked of a GPU or a dtype doesn't change while the process runs
@@ -125,13 +141,23 @@ def _refusal(op: str, backend: str, tensors: list[torch.Tensor]) -> str | None:
     for device, dtype in {(t.device, t.dtype) for t in tensors}:
         if reason := (_cached if device.type == "cuda" else unavailable)(backend, op, device, dtype):
             return reason
-    refuses = getattr(_implementations.get(op, {}).get(backend), "refuses", None)
-    return refuses(tensors) if refuses else None
+    return None
 
 
-def _best(op: str, tensors: list[torch.Tensor]) -> str:
-    """Triton where it runs natively and has the op, for what it computes; eager for all else."""
-    return "triton" if tensors[0].is_cuda and _refusal(op, "triton", tensors) is None else "eager"
+def _unfit(op: str, backend: str, arguments: list) -> str | None:
+    """Why ``backend``, which is there, can't serve these arguments; None if it can."""
+    refuses = getattr(_implementations[op][backend], "refuses", None)
+    return refuses(*arguments) if refuses else None
+
+
+def _best(op: str, tensors: list[torch.Tensor], arguments: list) -> str:
+    """Where kernels run natively: a library that was measured faster and is there, or else Triton; for what neither
+    computes, eager."""
+    if tensors[0].is_cuda:
+        for backend in (*_choices[op](*arguments), "triton"):
+            if not (_refusal(op, backend, tensors) or _unfit(op, backend, arguments)):
+                return backend
+    return "eager"
 
 
 def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None) -> str:

@@ -13,14 +13,7 @@ from torch.autograd.function import once_differentiable
 from .. import _checks
 from .._dispatch import apply, deferred, define, resolve
 from .._numeric import wide
-from . import eager
-
-
-def _too_wide(tensors):
-    """Tiles of keys, values and sums of whole heads must fit a multiprocessor's registers."""
-    widest = 128 if tensors[0].dtype == torch.float32 else 256
-    width = tensors[0].shape[-1]
-    return None if width <= widest else f"it takes {tensors[0].dtype} heads of width up to {widest}, not {width}"
+from . import _choice, eager
 
 
 def _lse(q, *shape):
@@ -36,7 +29,10 @@ _forward = define(
     "str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
     eager=eager.attention,
-    triton=deferred(f"{__name__}.triton", "attention", refuses=_too_wide),
+    triton=deferred(f"{__name__}.triton", "attention", refuses=_choice.triton_refuses),
+    cudnn=deferred(f"{__name__}.cudnn", "attention", refuses=_choice.cudnn_refuses),
+    fa4=deferred(f"{__name__}.fa4", "attention", refuses=_choice.fa4_refuses),
+    choose=_choice.choose,
 )
 _backward = define(
     "attention_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -44,14 +40,19 @@ _backward = define(
     " -> (Tensor d_q, Tensor d_k, Tensor d_v)",
     fake=_like_inputs,
     eager=eager.attention_backward,
-    triton=deferred(f"{__name__}.triton", "attention_backward", refuses=_too_wide),
+    triton=deferred(f"{__name__}.triton", "attention_backward", refuses=_choice.triton_refuses),
+    cudnn=deferred(f"{__name__}.cudnn", "attention_backward", refuses=_choice.cudnn_refuses_backward),
+    fa4=deferred(f"{__name__}.fa4", "attention_backward", refuses=_choice.fa4_refuses_backward),
+    choose=_choice.choose_backward,
 )
 _forward_varlen = define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
     eager=eager.attention_varlen,
-    triton=deferred(f"{__name__}.triton", "attention_varlen", refuses=_too_wide),
+    triton=deferred(f"{__name__}.triton", "attention_varlen", refuses=_choice.triton_refuses),
+    fa4=deferred(f"{__name__}.fa4", "attention_varlen", refuses=_choice.fa4_refuses_varlen),
+    choose=_choice.choose_varlen,
 )
 _backward_varlen = define(
     "attention_varlen_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -59,7 +60,9 @@ _backward_varlen = define(
     "float scale, str backend) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
     fake=_like_inputs,
     eager=eager.attention_varlen_backward,
-    triton=deferred(f"{__name__}.triton", "attention_varlen_backward", refuses=_too_wide),
+    triton=deferred(f"{__name__}.triton", "attention_varlen_backward", refuses=_choice.triton_refuses),
+    fa4=deferred(f"{__name__}.fa4", "attention_varlen_backward", refuses=_choice.fa4_refuses_varlen_backward),
+    choose=_choice.choose_varlen_backward,
 )
 
 
@@ -140,9 +143,12 @@ def attention(
         q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index (plain causal).
         q_lens: (B,) integers; queries at and past it are padding: output zeros, no gradient.
         k_lens: (B,) integers; keys at and past it are not seen, whatever they hold. So are keys past a sequence's last
-            position; a NaN among the others reaches every query of its sequence.
+            position, unless a library computes it; a NaN among the others reaches every query of its sequence.
         softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp of the scaled scores, (B, H, Tq) fp32, -inf where nothing is seen.
+        backend: "eager", "triton", or a library behind this op: "cudnn" (PyTorch's; as many queries as keys, no positions)
+            or "fa4" (flash-attn-4, Hopper). Default: the fastest as measured (``_choice.py``); our own kernels in
+            deterministic mode.
 
     Returns:
         (B, Tq, H, d), dtype of q (the autocast dtype under autocast); zeros where a query sees nothing. With
@@ -185,6 +191,8 @@ def attention_varlen(
             the sequence (top-left aligned).
         softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp, (H, total_q) fp32, -inf where nothing is seen.
+        backend: "eager", "triton" or "fa4" (without positions, with one cu_seqlens for both; a NaN may then reach the
+            neighbours of its sequence). Default: the fastest as measured; our own kernels in deterministic mode.
 
     Returns:
         (total_q, H, d), or a pair with the log-sum-exp.

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 
 from .._triton import contiguous
+from ._triton import clear_tail
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -308,20 +309,6 @@ def _backward_kv(
     tl.store(d_v + at, tl.where(some, acc_v, 0.0).to(d_v.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["total", "columns"])
-def _fill_tail(x, ends, value, total, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``value`` in the rows of a packed tensor past the last sequence."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    end = tl.load(ends)
-    if (tl.program_id(0).to(tl.int64) + 1) * ROWS <= end:
-        return
-    for first in tl.range(0, columns, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        at = x + row[:, None] * row_stride + column[None, :].to(tl.int64) * column_stride
-        mask = ((row >= end) & (row < total))[:, None] & (column < columns)[None, :]
-        tl.store(at, tl.full((ROWS, COLUMNS), value, tl.float32).to(x.dtype.element_ty), mask=mask)
-
-
 class Setting(NamedTuple):
     """Rows and keys of a tile, and how it is compiled; ``registers`` of a thread at most, so that more tiles are in
     flight on a multiprocessor."""
@@ -451,19 +438,6 @@ class _Call:
         return d_q, d_k, d_v
 
 
-def _clear_tail(cu_seqlens, value, *packed):
-    """``value`` in the rows (first axis) of the packed tensors that belong to no sequence."""
-    for x in packed:
-        x = x.flatten(1)
-        total, columns = x.shape
-        if total and columns:
-            block = min(1024, triton.next_power_of_2(columns))
-            rows = 4096 // block
-            _fill_tail[(triton.cdiv(total, rows),)](
-                x, cu_seqlens[-1:], value, total, columns, *x.stride(), ROWS=rows, COLUMNS=block, num_warps=4
-            )
-
-
 def attention(q, k, v, q_positions, q_lens, k_lens, scale):
     return _Call(q, k, v, q_positions, q_lens, k_lens, scale).forward()
 
@@ -476,8 +450,8 @@ def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_l
 def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
     longest = max_seqlen_q, max_seqlen_k
     out, lse = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest).forward()
-    _clear_tail(cu_seqlens_q, 0.0, out)
-    _clear_tail(cu_seqlens_q, -float("inf"), lse.T)
+    clear_tail(cu_seqlens_q, 0.0, out)
+    clear_tail(cu_seqlens_q, -float("inf"), lse.T)
     return out, lse
 
 
@@ -487,6 +461,6 @@ def attention_varlen_backward(
     longest = max_seqlen_q, max_seqlen_k
     call = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest)
     d_q, d_k, d_v = call.backward(d_out, d_lse, out, lse)
-    _clear_tail(cu_seqlens_q, 0.0, d_q)
-    _clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
+    clear_tail(cu_seqlens_q, 0.0, d_q)
+    clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
     return -d_q if scale < 0 else d_q, d_k, d_v

@@ -1,0 +1,115 @@
+"""What each backend of attention takes, and which is the fastest."""
+
+from __future__ import annotations
+
+import torch
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _forward_of(arguments):
+    """The arguments of the forward, from those of the backward."""
+    return arguments[2:5] + arguments[7:]
+
+
+def triton_refuses(first, *_):
+    """Tiles of keys, values and sums of whole heads must fit a multiprocessor's registers."""
+    widest = 128 if first.dtype == torch.float32 else 256
+    return (
+        None
+        if first.shape[-1] <= widest
+        else f"it takes {first.dtype} heads of width up to {widest}, not {first.shape[-1]}"
+    )
+
+
+def _library_refuses(q):
+    if q.dtype not in HALVES:
+        return f"it computes in bfloat16 and float16, not {q.dtype}"
+    if q.shape[-1] > 128 or q.shape[-1] % 8:
+        return f"it takes heads of width up to 128 that are multiples of 8, not {q.shape[-1]}"
+    return "there is nothing to compute" if q.numel() == 0 else None
+
+
+def cudnn_refuses(q, k, v, q_positions, q_lens, k_lens, scale):
+    if not _plain(q, k, q_positions, q_lens, k_lens):
+        return "it takes as many queries as keys, causal by their index, without positions and lengths"
+    return _library_refuses(q)
+
+
+def cudnn_refuses_backward(d_out, d_lse, *arguments):
+    if d_lse is not None:
+        return "it has no gradient of the log-sum-exp"
+    return cudnn_refuses(*_forward_of((d_out, d_lse, *arguments)))
+
+
+def fa4_refuses(q, k, v, q_positions, q_lens, k_lens, scale):
+    if (
+        q_positions is None
+        and not _plain(q, k, q_positions, q_lens, k_lens)
+        or q_lens is not None
+        or k_lens is not None
+    ):
+        return "it takes positions or as many queries as keys, causal by their index, and no lengths"
+    return "it has no keys" if k.numel() == 0 else _library_refuses(q)
+
+
+def fa4_refuses_backward(*arguments):
+    return fa4_refuses(*_forward_of(arguments))
+
+
+def fa4_refuses_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+    if q_positions is not None or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
+        return "it takes one tensor of cu_seqlens for queries and keys, and no positions"
+    return _library_refuses(q)
+
+
+def fa4_refuses_varlen_backward(*arguments):
+    return fa4_refuses_varlen(*_forward_of(arguments))
+
+
+def _plain(q, k, q_positions, q_lens, k_lens):
+    return q_positions is None and q_lens is None and k_lens is None and q.shape[1] == k.shape[1]
+
+
+# From how many keys of a sequence on a library is faster than our kernel on an H100 (torch 2.11 with its cuDNN,
+# flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it, in
+# ms, what was measured there: ours / the libraries in their order (bf16, 65,536 tokens; 15 query heads on 5 of width 64,
+# 16 on 8 of width 128; half of the tokens are queries of a subset, at random; lists of blocks included).
+FASTER = {
+    ("causal", "forward", 64): {"cudnn": 1024, "fa4": 2048},  # 1024: 0.411 / 0.367; 4096: 1.36 / 1.20 / 1.19
+    ("causal", "forward", 128): {"cudnn": 512, "fa4": 512},  # 512: 0.696 / 0.357 / 0.550; 8192: 4.82 / 3.40 / 3.67
+    ("causal", "backward", 64): {"fa4": 2048, "cudnn": 4096},  # 1024: 1.21 / 1.28 / 1.50; 4096: 3.77 / 3.03 / 3.59
+    ("causal", "backward", 128): {"fa4": 2048, "cudnn": 2048},  # 1024: 2.41 / 2.83 / 2.59; 2048: 3.98 / 3.62 / 3.83
+    ("subset", "forward", 64): {"fa4": 8192},  # 4096: 0.692 / 0.769; 8192: 1.33 / 1.28
+    ("subset", "forward", 128): {"fa4": 4096},  # 2048: 0.811 / 0.964; 4096: 1.37 / 1.06
+    ("subset", "backward", 64): {"fa4": 4096},  # 2048: 1.08 / 1.36; 4096: 1.95 / 1.92; 8192: 3.63 / 3.07
+    ("subset", "backward", 128): {"fa4": 4096},  # 2048: 2.25 / 2.52; 4096: 3.90 / 3.64
+    ("ragged", "forward", 64): {"fa4": 2048},  # lengths 0.5-1.5 times 1024: 0.473 / 0.511; 2048: 0.781 / 0.757
+    ("ragged", "forward", 128): {"fa4": 1024},  # 1024: 1.15 / 0.762; 2048: 1.70 / 1.12
+    ("ragged", "backward", 64): {"fa4": 2048},  # 1024: 1.32 / 1.46; 2048: 2.27 / 1.96
+    ("ragged", "backward", 128): {"fa4": 2048},  # 1024: 2.82 / 2.98; 2048: 4.49 / 3.89
+}
+
+
+def _choose(what, direction, q, keys):
+    """Libraries to try before our kernel. None in deterministic mode, since their backward adds up in any order."""
+    if torch.are_deterministic_algorithms_enabled() or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return ()
+    width = 64 if q.shape[-1] <= 64 else 128
+    return [name for name, least in FASTER[what, direction, width].items() if keys >= least]
+
+
+def choose(q, k, v, q_positions, q_lens, k_lens, scale, direction="forward"):
+    return _choose("causal" if q_positions is None else "subset", direction, q, k.shape[1])
+
+
+def choose_backward(*arguments):
+    return choose(*_forward_of(arguments), direction="backward")
+
+
+def choose_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *_, direction="forward"):
+    return _choose("ragged", direction, q, max_seqlen_k)
+
+
+def choose_varlen_backward(*arguments):
+    return choose_varlen(*_forward_of(arguments), direction="backward")

@@ -1,0 +1,194 @@
+"""Others' attention behind our ops: which is chosen, what each takes, and that it computes what ours does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mor_kernels import ops
+from mor_kernels.ops import _dispatch
+from mor_kernels.ops.attention import _choice
+from reference import ops as reference
+from tests import strategies as s
+
+DEVICE = s.DEVICES[-1]
+THERE = [name for name in _dispatch.LIBRARIES if _dispatch.unavailable(name, "attention", "cuda") is None]
+
+
+@pytest.mark.skipif("triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton")
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (300, 700), (128, 256), (257, 129), (40, 1000)])
+def test_block_lists(queries, keys, ascending):
+    """Against every pair of query and key, blocks of 128 by 128; the last ones are ragged."""
+    from mor_kernels.ops.attention._triton import block_lists
+
+    positions = torch.randint(-1, keys, (2, queries), generator=torch.Generator().manual_seed(0))
+    positions = positions.sort(1).values if ascending else positions
+    sees = torch.arange(keys) <= positions[..., None]
+    blocks = [[rows.split(128, 1) for rows in sequence.split(128, 0)] for sequence in sees]
+    some, every = (
+        torch.tensor([[[bool(of(block)) for block in row] for row in rows] for rows in blocks])
+        for of in (torch.any, torch.all)
+    )  # (B, blocks of queries, blocks of keys)
+    # the end of a block of fewer queries or keys must be masked
+    q_complete, k_complete = (torch.arange(n) < length // 128 for n, length in zip(every.shape[1:], (queries, keys)))
+    whole = every & q_complete[:, None] & k_complete
+    in_part = some & ~whole
+    for by_keys in (False, True):
+        partial_counts, partial, full_counts, full = block_lists(positions.int().to(DEVICE), keys, by_keys)
+        for counts, lists, wanted in ((partial_counts, partial, in_part), (full_counts, full, whole)):
+            wanted = wanted.transpose(1, 2) if by_keys else wanted
+            assert counts.dtype == lists.dtype == torch.int32
+            for b, block in torch.cartesian_prod(*(torch.arange(n) for n in wanted.shape[:2])).tolist():
+                listed = lists[b, 0, block, : counts[b, 0, block]].tolist()
+                assert listed == wanted[b, block].nonzero()[:, 0].tolist()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    torch.use_deterministic_algorithms(False)
+
+
+def empty(queries, keys, width):
+    return [torch.empty(1, n, 1, width, device="meta") for n in (queries, keys, keys)]
+
+
+PLAIN = (None, None, None, 1.0)  # no positions, no lengths, and a scale
+
+
+def test_choice_by_length_width_and_direction(hopper):
+    long = empty(2**20, 2**20, 64)
+    assert _choice.choose(*empty(8, 8, 64), *PLAIN) == []
+    assert _choice.choose(*long, *PLAIN)[0] == "cudnn"
+    assert _choice.choose_backward(long[0], None, *long, long[0], None, *PLAIN)[0] == "fa4"
+    positions = torch.empty(1, 8, device="meta")
+    assert _choice.choose(*empty(8, 2**20, 64), positions, None, None, 1.0) == []
+    assert _choice.choose(*empty(8, 2**20, 128), positions, None, None, 1.0) == ["fa4"]
+
+
+def test_deterministic_mode_and_other_gpus_have_our_kernels(hopper, monkeypatch):
+    long = empty(2**20, 2**20, 64)
+    assert _choice.choose(*long, *PLAIN)
+    torch.use_deterministic_algorithms(True)
+    assert not _choice.choose(*long, *PLAIN)
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert not _choice.choose(*long, *PLAIN)
+
+
+def test_what_a_library_takes():
+    q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16) for n in (8, 9))
+    lens, positions = torch.tensor([3, 4]), torch.zeros(2, 8, dtype=torch.int64)
+    for refuses in (_choice.cudnn_refuses, _choice.fa4_refuses):
+        assert refuses(q, q, q, *PLAIN) is None
+        assert "as many queries as keys" in refuses(q, k, k, *PLAIN)
+        assert "as many queries as keys" in refuses(q, q, q, None, lens, lens, 1.0)
+        assert "float16, not torch.float32" in refuses(*[q.float()] * 3, *PLAIN)
+        assert "multiples of 8, not 60" in refuses(*[q[..., :60]] * 3, *PLAIN)
+        assert refuses(*[q[:, :0]] * 3, *PLAIN) is not None
+    assert "positions" in _choice.cudnn_refuses(q, k, k, positions, None, None, 1.0)
+    assert _choice.fa4_refuses(q, k, k, positions, None, None, 1.0) is None
+    assert "log-sum-exp" in _choice.cudnn_refuses_backward(q, lens, q, q, q, q, lens, *PLAIN)
+    assert _choice.cudnn_refuses_backward(q, None, q, q, q, q, lens, *PLAIN) is None
+    packed, cu = q[0], torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert _choice.fa4_refuses_varlen(*[packed] * 3, cu, cu, 5, 5, None, 1.0) is None
+    assert "cu_seqlens" in _choice.fa4_refuses_varlen(*[packed] * 3, cu, cu.clone(), 5, 5, None, 1.0)
+
+
+def test_a_named_library_that_cannot_is_not_replaced():
+    with pytest.raises(RuntimeError, match="attention: backend='cudnn' is not available: "):
+        ops.attention(*[torch.ones(1, 2, 1, 60, device=DEVICE)] * 3, backend="cudnn")
+
+
+def case(what, width, seed=0):
+    """A call of ours, the reference, and q, k, v in bf16 on the GPU."""
+    if what == "ragged":
+        cu = s.cu_seqlens(torch.tensor([200, 0, 300, 1, 129]))
+        shapes = [(650, 6, width), (650, 2, width), (650, 2, width)]  # some rows past the last sequence
+        on_gpu = cu.cuda()
+        ours = lambda q, k, v, backend: ops.attention_varlen(  # noqa: E731
+            q, k, v, on_gpu, on_gpu, 300, 300, return_lse=True, backend=backend
+        )
+        wanted = lambda q, k, v: reference.attention_varlen(q, k, v, cu, cu, 300, 300, return_lse=True)  # noqa: E731
+    else:
+        queries = 300 if what == "causal" else 170
+        shapes = [(2, queries, 6, width), (2, 300, 2, width), (2, 300, 2, width)]
+        on_gpu = positions = None
+        if what == "subset":
+            drawn = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)).argsort(1)
+            positions = drawn[:, :queries].sort(1).values
+            on_gpu = positions.cuda()
+        ours = lambda q, k, v, backend: ops.attention(  # noqa: E731
+            q, k, v, q_positions=on_gpu, return_lse=True, backend=backend
+        )
+        wanted = lambda q, k, v: reference.attention(q, k, v, q_positions=positions, return_lse=True)  # noqa: E731
+    return ours, wanted, [s.normal(shape, seed + i, torch.bfloat16).cuda() for i, shape in enumerate(shapes)]
+
+
+SERVED = {"cudnn": ["causal"], "fa4": ["causal", "subset", "ragged"]}
+every_case = pytest.mark.parametrize(
+    ("library", "what", "width"),
+    [(library, what, width) for library in THERE for what in SERVED[library] for width in (64, 128)]
+    or [pytest.param(None, None, None, marks=pytest.mark.skip("none here"))],
+)
+
+
+@every_case
+def test_equals_reference(library, what, width):
+    """Within the error of rounding p and d_s to bf16, as our kernels."""
+    torch.use_deterministic_algorithms(False)
+    ours, wanted, tensors = case(what, width)
+    exact = [t.cpu().double().requires_grad_() for t in tensors]
+    out64, lse64 = wanted(*exact)
+    upstream = s.normal(out64.shape, 9, torch.bfloat16)
+    gradients64 = torch.autograd.grad(out64, exact, upstream.double())
+    given = [t.requires_grad_() for t in tensors]
+    out, lse = ours(*given, library)
+    seen = lse64 > -torch.inf
+    assert torch.equal(lse.cpu() > -torch.inf, seen)
+    s.assert_close(lse.cpu()[seen], lse64[seen], torch.float32, 64, "lse")
+    s.assert_close(out, out64, torch.bfloat16, 1, "out", cancels=1.0)
+    gradients = torch.autograd.grad(out, given, upstream.cuda())
+    for name, got, want in zip(("d_q", "d_k", "d_v"), gradients, gradients64):
+        s.assert_close(got, want, torch.bfloat16, 4, name, cancels=1.0)
+
+
+@every_case
+def test_no_host_sync_and_graphs(library, what, width):
+    torch.use_deterministic_algorithms(False)
+    ours, _, tensors = case(what, width)
+    given = [t.requires_grad_() for t in tensors]
+
+    def step():
+        out, _ = ours(*given, library)
+        return [out, *torch.autograd.grad(out, given, torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        for old, new in zip(given, case(what, width, seed=20)[2]):
+            old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(results, step()):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)  # d_q is added up in any order
+
+
+@every_case
+def test_compiles_whole(library, what, width):
+    torch.use_deterministic_algorithms(False)
+    ours, _, tensors = case(what, width)
+    compiled = torch.compile(lambda q, k, v: ours(q, k, v, library)[0] * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), ours(*tensors, library)[0] * 2)
