@@ -63,8 +63,13 @@ def test_choice_by_length_width_and_direction(hopper):
     assert _choice.choose(*long, *PLAIN)[0] == "cudnn"
     assert _choice.choose_backward(long[0], None, *long, long[0], None, *PLAIN)[0] == "fa4"
     positions = torch.empty(1, 8, device="meta")
-    assert _choice.choose(*empty(8, 2**20, 64), positions, None, None, 1.0) == []
-    assert _choice.choose(*empty(8, 2**20, 128), positions, None, None, 1.0) == ["fa4"]
+    assert _choice.choose(*empty(8, 4096, 64), positions, None, None, 1.0) == []
+    assert _choice.choose(*empty(8, 4096, 128), positions, None, None, 1.0) == ["fa4"]
+    packed = [t[0] for t in empty(2**20, 2**20, 64)]
+    assert _choice.choose_varlen(*packed, None, None, 2047, 2047, None, 1.0) == []
+    assert _choice.choose_varlen_backward(packed[0], None, *packed, None, None, None, None, 2048, 2048, None, 1.0) == [
+        "fa4"
+    ]
 
 
 def test_deterministic_mode_and_other_gpus_have_our_kernels(hopper, monkeypatch):
@@ -105,25 +110,25 @@ def case(what, width, seed=0):
     """A call of ours, the reference, and q, k, v in bf16 on the GPU."""
     if what == "ragged":
         cu = s.cu_seqlens(torch.tensor([200, 0, 300, 1, 129]))
-        shapes = [(650, 6, width), (650, 2, width), (650, 2, width)]  # some rows past the last sequence
-        on_gpu = cu.cuda()
-        ours = lambda q, k, v, backend: ops.attention_varlen(  # noqa: E731
-            q, k, v, on_gpu, on_gpu, 300, 300, return_lse=True, backend=backend
-        )
-        wanted = lambda q, k, v: reference.attention_varlen(q, k, v, cu, cu, 300, 300, return_lse=True)  # noqa: E731
+        lengths = 650, 650  # some rows past the last sequence
+        ours, arguments, options = ops.attention_varlen, (cu, cu, 300, 300), {}
+        wanted = reference.attention_varlen
     else:
-        queries = 300 if what == "causal" else 170
-        shapes = [(2, queries, 6, width), (2, 300, 2, width), (2, 300, 2, width)]
-        on_gpu = positions = None
-        if what == "subset":
-            drawn = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)).argsort(1)
-            positions = drawn[:, :queries].sort(1).values
-            on_gpu = positions.cuda()
-        ours = lambda q, k, v, backend: ops.attention(  # noqa: E731
-            q, k, v, q_positions=on_gpu, return_lse=True, backend=backend
-        )
-        wanted = lambda q, k, v: reference.attention(q, k, v, q_positions=positions, return_lse=True)  # noqa: E731
-    return ours, wanted, [s.normal(shape, seed + i, torch.bfloat16).cuda() for i, shape in enumerate(shapes)]
+        lengths = (300 if what == "causal" else 170), 300
+        positions = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :170].sort(1).values
+        ours, arguments, options = ops.attention, (), {} if what == "causal" else {"q_positions": positions}
+        wanted = reference.attention
+    options["return_lse"] = True
+    moved = {id(t): t.cuda() for t in (*arguments, *options.values()) if isinstance(t, torch.Tensor)}  # cu twice is one
+
+    def call(q, k, v, backend):
+        on_gpu = {name: moved.get(id(t), t) for name, t in options.items()}
+        return ours(q, k, v, *(moved.get(id(t), t) for t in arguments), **on_gpu, backend=backend)
+
+    lead = () if what == "ragged" else (2,)
+    shapes = [(*lead, n, heads, width) for n, heads in zip((lengths[0], lengths[1], lengths[1]), (6, 2, 2))]
+    tensors = [s.normal(shape, seed + i, torch.bfloat16).cuda() for i, shape in enumerate(shapes)]
+    return call, lambda q, k, v: wanted(q, k, v, *arguments, **options), tensors
 
 
 SERVED = {"cudnn": ["causal"], "fa4": ["causal", "subset", "ragged"]}
