@@ -73,8 +73,8 @@ def _plain(q, k, q_positions, q_lens, k_lens):
 
 # From how many keys of a sequence on a library is faster than our kernel on an H100 (torch 2.11 with its cuDNN,
 # flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it, in
-# ms, what was measured there: ours / the libraries in their order (bf16, 65,536 tokens; 15 query heads on 5 of width 64,
-# 16 on 8 of width 128; half of the tokens are queries of a subset, at random; lists of blocks included).
+# ms, what was measured there: ours / the libraries in their order (bf16, 65,536 tokens; 15 query heads on 5 of width
+# 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; lists of blocks included).
 FASTER = {
     ("causal", "forward", 64): {"cudnn": 1024, "fa4": 2048},  # 1024: 0.411 / 0.367; 4096: 1.36 / 1.20 / 1.19
     ("causal", "forward", 128): {"cudnn": 512, "fa4": 512},  # 512: 0.696 / 0.357 / 0.550; 8192: 4.82 / 3.40 / 3.67

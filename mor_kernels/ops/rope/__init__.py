@@ -1,0 +1,80 @@
+"""Rotary position embedding at absolute positions (Su et al., 2021, "RoFormer", section 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import apply, deferred, define, resolve
+from . import eager
+
+INTEGERS = (*_checks.INTEGERS, torch.int16, torch.int8, torch.uint8)
+
+_rope = define(
+    "rope(Tensor q, Tensor? k, Tensor positions, float theta, bool inverse, str backend) -> (Tensor, Tensor)",
+    fake=lambda q, k, *_: (q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)),
+    eager=eager.rope,
+    triton=deferred(f"{__name__}.triton", "rope"),
+)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, positions, theta, backend):
+        ctx.save_for_backward(positions)
+        ctx.scalars = (theta, backend)
+        out_q, out_k = _rope(q, k, positions, theta, False, backend)
+        return out_q if k is None else (out_q, out_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_q, d_k=None):  # a rotation's transpose turns back
+        (positions,) = ctx.saved_tensors
+        theta, backend = ctx.scalars
+        out_q, out_k = _rope(d_q, d_k, positions, theta, True, backend)
+        return out_q, None if d_k is None else out_k, None, None, None
+
+
+def rope(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    theta: float = 10000.0,
+    *,
+    backend: str | None = None,
+):
+    """Rotate queries or keys, or both at once, by their positions (NeoX half-split pairs).
+
+    Dimensions i and i + d/2 of a head are a pair, which turns by the angle ``position * theta ** (-2i / d)``.
+
+    Args:
+        x: (..., H, d), d even; bf16, fp16, fp32 or fp64; any strides. Or a pair (q, k) of them, of one dtype, that
+            differ in the number of heads alone; views of a fused projection are welcome.
+        positions: (...) integers, absolute positions (at every recursion, not a row's length or index).
+        theta: base of the frequencies.
+
+    Returns:
+        Like x, a pair for a pair; gradients reach x. Products are in fp32 (fp64 for fp64 x), rounded once. "eager"
+        computes angles in fp32 as well, which are off by up to 2 ** -22 of the position; "triton" computes them exact
+        to 1e-6 radians.
+    """
+    op = "rope"
+    pair = isinstance(x, (tuple, list))
+    if pair and len(x) != 2:
+        _checks.fail(op, "x", "a tensor or a pair of them", f"{len(x)} of them")
+    q, k = x if pair else (x, None)
+    name = "q" if pair else "x"
+    _checks.tensor(op, name, q, ("...", "H", "d"))
+    lead, width = tuple(q.shape[:-2]), q.shape[-1]
+    if width % 2:
+        _checks.fail(op, name, "an even last dimension", width)
+    if pair:
+        _checks.tensor(op, "k", k, (*lead, "G", width), like=q)
+        if k.dtype != q.dtype:
+            _checks.fail(op, "k", f"the dtype of q, {q.dtype}", k.dtype)
+    _checks.tensor(op, "positions", positions, lead, INTEGERS, q)
+    if not 0 < theta < math.inf:
+        _checks.fail(op, "theta", "a finite number > 0", theta)
+    return apply(_Rope, q, k, positions, float(theta), resolve(op, backend, q))

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import torch
+
+from .._numeric import wide
+
+
+def rope(q, k, positions, theta, inverse):
+    dtype, half = wide(q.dtype), q.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=q.device, dtype=dtype) / half)
+    angle = (positions[..., None].to(dtype) * frequency)[..., None, :]
+    cos, sin = angle.cos(), -angle.sin() if inverse else angle.sin()
+
+    def rotate(x):
+        first, second = x.to(dtype).chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    return rotate(q), q.new_empty(0) if k is None else rotate(k)
