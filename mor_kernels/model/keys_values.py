@@ -29,12 +29,12 @@ class KeyValues:
             if self.strategy != "recursion_wise":
                 self.base[slot] = k, v
             return self.among_kept(q, k, v)
-        k, v = self.base[slot]
-        if self.strategy == "hybrid":
-            k, v = self.replace(*kv(), k, v)
-            if self.hybrid_base == "latest":
-                self.base[slot] = k, v
-        return self.over_all(q, k, v)
+        if self.strategy == "shared":
+            return self.over_all(q, *self.base[slot])
+        if self.hybrid_base == "first":
+            return self.over_all(q, *self.base[slot], *kv())
+        self.base[slot] = self.replace(*kv(), *self.base[slot])
+        return self.over_all(q, *self.base[slot])
 
 
 class BatchedKeyValues(KeyValues):
@@ -53,8 +53,11 @@ class BatchedKeyValues(KeyValues):
     def among_kept(self, q, k, v):
         return ops.attention(q, k, v, q_lens=self.counts, k_lens=self.counts)
 
-    def over_all(self, q, k, v):
-        return ops.attention(q, k, v, q_positions=self.indices, q_lens=self.counts, k_lens=self.seqlens)
+    def over_all(self, q, k, v, k_fresh=None, v_fresh=None):
+        if self.indices is None:  # all positions are kept
+            return self.among_kept(q, *((k, v) if k_fresh is None else (k_fresh, v_fresh)))
+        lengths = {"q_lens": self.counts, "k_lens": self.seqlens}
+        return ops.attention(q, k, v, q_positions=self.indices, k_fresh=k_fresh, v_fresh=v_fresh, **lengths)
 
     def replace(self, k, v, k_base, v_base):
         if self.indices is None:
@@ -76,10 +79,9 @@ class PackedKeyValues(KeyValues):
     def among_kept(self, q, k, v):
         return ops.attention_varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
 
-    def over_all(self, q, k, v):
-        return ops.attention_varlen(
-            q, k, v, self.cu_seqlens, self.cu_all, self.max_seqlen, self.max_all, q_positions=self.positions
-        )
+    def over_all(self, q, k, v, k_fresh=None, v_fresh=None):
+        rows = self.cu_seqlens, self.cu_all, self.max_seqlen, self.max_all
+        return ops.attention_varlen(q, k, v, *rows, q_positions=self.positions, k_fresh=k_fresh, v_fresh=v_fresh)
 
     def replace(self, k, v, k_base, v_base):
         k_base, v_base = (t[:, None] for t in (k_base, v_base))  # pages of one token

@@ -1,4 +1,4 @@
-"""Attention and rotary embedding against the reference."""
+"""Attention against the reference."""
 
 from __future__ import annotations
 
@@ -157,6 +157,62 @@ def test_positions_are_searched_in_pieces(device, backend, many_tiles, monkeypat
 
     monkeypatch.setattr(kernels, "CHUNK", 16)
     check(device, backend, 2, 40 * many_tiles, 45 * many_tiles, (3, 1), 16, 0, torch.float32, False, True, True)
+
+
+def with_fresh(device, backend, queries, keys, heads, dtype, packed=False, d=16):
+    """Out and gradients of hybrid attention, and of the reference on merged keys and values."""
+    q_lens, k_lens = torch.tensor([queries, max(queries - 7, 0)]), torch.tensor([keys, max(keys - 3, queries)])
+    shapes = [(2, n, h, d) for n, h in zip((queries, keys, keys, queries, queries), [heads[0], *[heads[1]] * 4])]
+    tensors = [s.normal(shape, i, dtype) for i, shape in enumerate(shapes)]
+    positions = torch.rand(2, keys, generator=torch.Generator().manual_seed(1))
+    positions = positions.masked_fill(torch.arange(keys) >= k_lens[:, None], 2).argsort(1)[:, :queries].sort(1).values
+    exact = [t.double().requires_grad_() for t in tensors]
+    merged = [exact[1].clone(), exact[2].clone()]
+    for x, fresh in zip(merged, exact[3:]):
+        for b, n in enumerate(q_lens):
+            x[b, positions[b, :n]] = fresh[b, :n]
+    want = reference.attention(exact[0], *merged, q_positions=positions, q_lens=q_lens, k_lens=k_lens)
+    upstream = s.normal(want.shape, 9, dtype)
+    wanted = [want, *torch.autograd.grad(want, exact, upstream.double())]
+    given = [t.to(device).requires_grad_() for t in tensors]
+    on_device = [t.to(device) for t in (positions, q_lens, k_lens)]
+    if packed:
+        which = [torch.arange(n)[None] < lens[:, None] for n, lens in ((queries, q_lens), (keys, k_lens))]
+        masks = [which[i].to(device) for i in (0, 1, 1, 0, 0)]
+        rows = [t[mask] for t, mask in zip(given, masks)]
+        cu = [s.cu_seqlens(lens).to(device) for lens in (q_lens, k_lens)]
+        options = dict(zip(("k_fresh", "v_fresh"), rows[3:]))
+        flat = on_device[0][masks[0]]
+        out = ops.attention_varlen(*rows[:3], *cu, queries, keys, q_positions=flat, backend=backend, **options)
+        out = torch.zeros_like(given[0]).masked_scatter(masks[0][..., None, None], out)
+    else:
+        options = dict(zip(("q_positions", "q_lens", "k_lens", "k_fresh", "v_fresh"), (*on_device, *given[3:])))
+        out = ops.attention(*given[:3], backend=backend, **options)
+    return [out, *torch.autograd.grad(out, given, upstream.to(device))], wanted
+
+
+@s.targets("attention")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "heads"), [(5, 9, (2, 2)), (30, 45, (6, 2)), (40, 40, (3, 1))])
+def test_fresh_keys_and_values(device, backend, packed, queries, keys, heads, request):
+    """Hybrid: the queries' own keys and values in place of those at their positions; gradients reach both."""
+    if backend == "triton" and device == "cpu":
+        request.getfixturevalue("many_tiles")
+    scale = 8 if device == "cuda" else 1
+    for dtype in (torch.float32, torch.float16):
+        got, want = with_fresh(device, backend, queries * scale, keys * scale, heads, dtype, packed)
+        for name, one, other in zip(("out", "d_q", "d_k", "d_v", "d_k_fresh", "d_v_fresh"), got, want):
+            s.assert_close(one, other, dtype, 4, name, cancels=1.0)
+
+
+def test_fresh_ones_come_in_pairs_and_with_positions():
+    q = torch.randn(1, 2, 1, 4)
+    with pytest.raises(ValueError, match="v_fresh: expected both of k_fresh and v_fresh"):
+        ops.attention(q, q, q, q_positions=torch.tensor([[0, 1]]), k_fresh=q)
+    with pytest.raises(ValueError, match="q_positions: expected positions"):
+        ops.attention(q, q, q, k_fresh=q, v_fresh=q)
+    with pytest.raises(ValueError, match="k_fresh"):
+        ops.attention(q, q, q, q_positions=torch.tensor([[0, 1]]), k_fresh=q[:, :1], v_fresh=q[:, :1])
 
 
 @s.targets("attention")
@@ -337,24 +393,3 @@ def test_blocks_of_queries_equal_the_whole(monkeypatch):
     torch.testing.assert_close(blocks, whole)
     for one, other in zip(torch.autograd.grad(blocks.square().sum(), inputs), gradients):
         torch.testing.assert_close(one, other)
-
-
-@given(batch=s.sizes_or_none, length=s.sizes_or_none, width=s.widths, seed=s.seeds, dtype=s.dtypes)
-def test_rope(batch, length, width, seed, dtype):
-    x = s.normal((batch, length, 3, width), seed, dtype)
-    positions = torch.randint(0, 2048, (batch, length), generator=torch.Generator().manual_seed(seed))
-    got = ops.rope(x, positions)
-    want = reference.rope(x.double(), positions) if batch * length else x.double()
-    # an fp32 angle of up to 2,048 radians is off by half its last bit, 6e-5, and so are its sine and cosine
-    angle = 2048 * torch.finfo(torch.float32).eps if dtype != torch.float64 else 1e-12
-    allowed = angle * 4 + 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(got.double(), want, rtol=allowed, atol=allowed * 4)
-
-
-def test_rope_positions_by_row():
-    x = s.normal((2, 2, 1, 4), 0)
-    got = ops.rope(x, torch.tensor([[0, 5], [2, 3]]))
-    for b, t, position in [(0, 0, 0), (0, 1, 5), (1, 0, 2), (1, 1, 3)]:
-        alone = ops.rope(x[b, t][None], torch.tensor([position]))
-        assert torch.equal(got[b, t], alone[0])
-    assert torch.equal(got[0, 0], x[0, 0])

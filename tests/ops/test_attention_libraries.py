@@ -54,22 +54,21 @@ def empty(queries, keys, width):
     return [torch.empty(1, n, 1, width, device="meta") for n in (queries, keys, keys)]
 
 
-PLAIN = (None, None, None, 1.0)  # no positions, no lengths, and a scale
+PLAIN = (None, None, None, None, None, 1.0)  # nothing fresh, no positions, no lengths, and a scale
 
 
 def test_choice_by_length_width_and_direction(hopper):
     long = empty(2**20, 2**20, 64)
     assert _choice.choose(*empty(8, 8, 64), *PLAIN) == []
     assert _choice.choose(*long, *PLAIN)[0] == "cudnn"
-    assert _choice.choose_backward(long[0], None, *long, long[0], None, *PLAIN)[0] == "fa4"
+    assert _choice.choose_backward(long[0], None, *long, None, None, long[0], None, *PLAIN[2:])[0] == "fa4"
     positions = torch.empty(1, 8, device="meta")
-    assert _choice.choose(*empty(8, 4096, 64), positions, None, None, 1.0) == []
-    assert _choice.choose(*empty(8, 4096, 128), positions, None, None, 1.0) == ["fa4"]
+    assert _choice.choose(*empty(8, 4096, 64), None, None, positions, None, None, 1.0) == []
+    assert _choice.choose(*empty(8, 4096, 128), None, None, positions, None, None, 1.0) == ["fa4"]
     packed = [t[0] for t in empty(2**20, 2**20, 64)]
-    assert _choice.choose_varlen(*packed, None, None, 2047, 2047, None, 1.0) == []
-    assert _choice.choose_varlen_backward(packed[0], None, *packed, None, None, None, None, 2048, 2048, None, 1.0) == [
-        "fa4"
-    ]
+    assert _choice.choose_varlen(*packed, None, None, None, None, 2047, 2047, None, 1.0) == []
+    rest = (None, None, None, None, None, None, 2048, 2048, None, 1.0)
+    assert _choice.choose_varlen_backward(packed[0], None, *packed, *rest) == ["fa4"]
 
 
 def test_deterministic_mode_and_other_gpus_have_our_kernels(hopper, monkeypatch):
@@ -88,17 +87,17 @@ def test_what_a_library_takes():
     for refuses in (_choice.cudnn_refuses, _choice.fa4_refuses):
         assert refuses(q, q, q, *PLAIN) is None
         assert "as many queries as keys" in refuses(q, k, k, *PLAIN)
-        assert "as many queries as keys" in refuses(q, q, q, None, lens, lens, 1.0)
+        assert "as many queries as keys" in refuses(q, q, q, None, None, None, lens, lens, 1.0)
         assert "float16, not torch.float32" in refuses(*[q.float()] * 3, *PLAIN)
         assert "multiples of 8, not 60" in refuses(*[q[..., :60]] * 3, *PLAIN)
         assert refuses(*[q[:, :0]] * 3, *PLAIN) is not None
-    assert "positions" in _choice.cudnn_refuses(q, k, k, positions, None, None, 1.0)
-    assert _choice.fa4_refuses(q, k, k, positions, None, None, 1.0) is None
-    assert "log-sum-exp" in _choice.cudnn_refuses_backward(q, lens, q, q, q, q, lens, *PLAIN)
-    assert _choice.cudnn_refuses_backward(q, None, q, q, q, q, lens, *PLAIN) is None
+    assert "positions" in _choice.cudnn_refuses(q, k, k, None, None, positions, None, None, 1.0)
+    assert _choice.fa4_refuses(q, k, k, None, None, positions, None, None, 1.0) is None
+    assert "log-sum-exp" in _choice.cudnn_refuses_backward(q, lens, q, q, q, None, None, q, lens, *PLAIN[2:])
+    assert _choice.cudnn_refuses_backward(q, None, q, q, q, None, None, q, lens, *PLAIN[2:]) is None
     packed, cu = q[0], torch.tensor([0, 3, 8], dtype=torch.int32)
-    assert _choice.fa4_refuses_varlen(*[packed] * 3, cu, cu, 5, 5, None, 1.0) is None
-    assert "cu_seqlens" in _choice.fa4_refuses_varlen(*[packed] * 3, cu, cu.clone(), 5, 5, None, 1.0)
+    assert _choice.fa4_refuses_varlen(*[packed] * 3, None, None, cu, cu, 5, 5, None, 1.0) is None
+    assert "cu_seqlens" in _choice.fa4_refuses_varlen(*[packed] * 3, None, None, cu, cu.clone(), 5, 5, None, 1.0)
 
 
 def test_a_named_library_that_cannot_is_not_replaced():

@@ -20,13 +20,13 @@ def _lse(q, *shape):
     return q.new_empty(shape, dtype=wide(q.dtype))
 
 
-def _like_inputs(d_out, d_lse, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _like_inputs(d_out, d_lse, q, k, v, k_fresh, v_fresh, *_):
+    return tuple(q.new_empty(0 if t is None else t.shape) for t in (q, k, v, k_fresh, v_fresh))
 
 
 _forward = define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? q_positions, Tensor? q_lens, Tensor? k_lens, float scale, "
-    "str backend) -> (Tensor out, Tensor lse)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? k_fresh, Tensor? v_fresh, Tensor? q_positions, Tensor? q_lens, "
+    "Tensor? k_lens, float scale, str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
     eager=eager.attention,
     triton=deferred(f"{__name__}.triton", "attention", refuses=_choice.triton_refuses),
@@ -35,9 +35,9 @@ _forward = define(
     choose=_choice.choose,
 )
 _backward = define(
-    "attention_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? q_positions, Tensor? q_lens, Tensor? k_lens, float scale, str backend)"
-    " -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    "attention_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor? k_fresh, Tensor? v_fresh, "
+    "Tensor out, Tensor lse, Tensor? q_positions, Tensor? q_lens, Tensor? k_lens, float scale, str backend)"
+    " -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_k_fresh, Tensor d_v_fresh)",
     fake=_like_inputs,
     eager=eager.attention_backward,
     triton=deferred(f"{__name__}.triton", "attention_backward", refuses=_choice.triton_refuses),
@@ -46,8 +46,9 @@ _backward = define(
     choose=_choice.choose_backward,
 )
 _forward_varlen = define(
-    "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend) -> (Tensor out, Tensor lse)",
+    "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor? k_fresh, Tensor? v_fresh, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend)"
+    " -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
     eager=eager.attention_varlen,
     triton=deferred(f"{__name__}.triton", "attention_varlen", refuses=_choice.triton_refuses),
@@ -55,9 +56,10 @@ _forward_varlen = define(
     choose=_choice.choose_varlen,
 )
 _backward_varlen = define(
-    "attention_varlen_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? q_positions, "
-    "float scale, str backend) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    "attention_varlen_backward(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor? k_fresh, "
+    "Tensor? v_fresh, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend)"
+    " -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_k_fresh, Tensor d_v_fresh)",
     fake=_like_inputs,
     eager=eager.attention_varlen_backward,
     triton=deferred(f"{__name__}.triton", "attention_varlen_backward", refuses=_choice.triton_refuses),
@@ -68,43 +70,56 @@ _backward_varlen = define(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, q_positions, q_lens, k_lens, scale, backend):
+    def forward(ctx, q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, backend):
         ctx.set_materialize_grads(False)  # most callers ask for no log-sum-exp
-        out, lse = _forward(q, k, v, q_positions, q_lens, k_lens, scale, backend)
-        ctx.save_for_backward(q, k, v, out, lse, q_positions, q_lens, k_lens)
+        out, lse = _forward(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, backend)
+        ctx.save_for_backward(q, k, v, k_fresh, v_fresh, out, lse, q_positions, q_lens, k_lens)
         ctx.scalars = (scale, backend)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
-        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
-        return (*_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars), *[None] * 5)
+        gradients = _backward(_filled(d_out, ctx), d_lse, *ctx.saved_tensors, *ctx.scalars)
+        return *_given(gradients, ctx), *[None] * 5
 
 
 class _AttentionVarlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend):
+    def forward(
+        ctx, q, k, v, k_fresh, v_fresh,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend,
+    ):  # fmt: skip
         ctx.set_materialize_grads(False)
+        longest = max_seqlen_q, max_seqlen_k
         out, lse = _forward_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend
+            q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, *longest, q_positions, scale, backend
         )
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, q_positions)
-        ctx.scalars = (max_seqlen_q, max_seqlen_k, scale, backend)
+        ctx.save_for_backward(q, k, v, k_fresh, v_fresh, out, lse, cu_seqlens_q, cu_seqlens_k, q_positions)
+        ctx.scalars = (scale, backend)
+        ctx.longest = longest
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
-        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
         *tensors, q_positions = ctx.saved_tensors
-        max_seqlen_q, max_seqlen_k, scale, backend = ctx.scalars
-        gradients = _backward_varlen(d_out, d_lse, *tensors, max_seqlen_q, max_seqlen_k, q_positions, scale, backend)
-        return (*gradients, *[None] * 7)
+        gradients = _backward_varlen(_filled(d_out, ctx), d_lse, *tensors, *ctx.longest, q_positions, *ctx.scalars)
+        return *_given(gradients, ctx), *[None] * 7
 
 
-def _prepare(op, lead, q, k, v, softmax_scale):
-    """Checks that both forms share; q, k, v as autocast wants them, and the scale."""
+def _filled(d_out, ctx):
+    """Zeros where only the log-sum-exp was differentiated."""
+    return torch.zeros_like(ctx.saved_tensors[5]) if d_out is None else d_out
+
+
+def _given(gradients, ctx):
+    """Gradients of what was there."""
+    return (None if t is None else gradient for t, gradient in zip(ctx.saved_tensors[:5], gradients))
+
+
+def _prepare(op, lead, q, k, v, k_fresh, v_fresh, q_positions, softmax_scale):
+    """Checks that both forms share; q, k, v and the fresh ones as autocast wants them, and the scale."""
     _checks.tensor(op, "q", q, (*lead, "Tq", "H", "d"))
     heads, width = q.shape[-2:]
     _checks.tensor(op, "k", k, (*[q.shape[0]] * len(lead), "Tk", "G", width), like=q)
@@ -114,12 +129,23 @@ def _prepare(op, lead, q, k, v, softmax_scale):
         _checks.fail(op, "q", "a head width of at least 1", 0)
     if groups == 0 or heads % groups:
         _checks.fail(op, "k", f"a number of heads that divides the {heads} query heads", groups)
+    if (k_fresh is None) != (v_fresh is None):
+        _checks.fail(op, "v_fresh" if v_fresh is None else "k_fresh", "both of k_fresh and v_fresh, or neither", "None")
+    named = {"k": k, "v": v}
+    if k_fresh is not None:
+        if q_positions is None:
+            _checks.fail(op, "q_positions", "positions, where k_fresh and v_fresh go", "None")
+        for name, t in (("k_fresh", k_fresh), ("v_fresh", v_fresh)):
+            _checks.tensor(op, name, t, (*q.shape[:-2], groups, width), like=q)
+            named[name] = t
     if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-    for name, t in (("k", k), ("v", v)):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, named = q.to(dtype), {name: t.to(dtype) for name, t in named.items()}
+    for name, t in named.items():
         if t.dtype != q.dtype:
             _checks.fail(op, name, f"the dtype of q, {q.dtype}", t.dtype)
-    return q, k, v, width**-0.5 if softmax_scale is None else float(softmax_scale)
+    tensors = q, *(named.get(name) for name in ("k", "v", "k_fresh", "v_fresh"))
+    return tensors, width**-0.5 if softmax_scale is None else float(softmax_scale)
 
 
 def attention(
@@ -128,6 +154,8 @@ def attention(
     v: torch.Tensor,
     *,
     q_positions: torch.Tensor | None = None,
+    k_fresh: torch.Tensor | None = None,
+    v_fresh: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
     k_lens: torch.Tensor | None = None,
     softmax_scale: float | None = None,
@@ -141,6 +169,8 @@ def attention(
         k, v: (B, Tk, G, d) keys and values; H a multiple of G, query head h uses head h // (H/G). Views of a fused
             projection are welcome.
         q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index (plain causal).
+        k_fresh, v_fresh: (B, Tq, G, d) keys and values of the queries' own tokens, which take the place of those at
+            ``q_positions`` (hybrid strategy), without a merged copy on a GPU. Positions are then all different.
         q_lens: (B,) integers; queries at and past it are padding: output zeros, no gradient.
         k_lens: (B,) integers; keys at and past it are not seen, whatever they hold. So are keys past a sequence's last
             position, unless a library computes it; a NaN among the others reaches every query of its sequence.
@@ -155,14 +185,14 @@ def attention(
         ``return_lse`` a pair. Gradients reach q, k, v, through both.
     """
     op = "attention"
-    q, k, v, scale = _prepare(op, ("B",), q, k, v, softmax_scale)
+    tensors, scale = _prepare(op, ("B",), q, k, v, k_fresh, v_fresh, q_positions, softmax_scale)
     batch, queries = q.shape[:2]
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (batch, queries), _checks.INTEGERS, q)
     for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
         if lens is not None:
             _checks.tensor(op, name, lens, (batch,), _checks.INTEGERS, q)
-    out, lse = apply(_Attention, q, k, v, q_positions, q_lens, k_lens, scale, resolve(op, backend, q))
+    out, lse = apply(_Attention, *tensors, q_positions, q_lens, k_lens, scale, resolve(op, backend, tensors[0]))
     return (out, lse) if return_lse else out
 
 
@@ -176,6 +206,8 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     q_positions: torch.Tensor | None = None,
+    k_fresh: torch.Tensor | None = None,
+    v_fresh: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -189,6 +221,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: bounds on the lengths.
         q_positions: (total_q,) integers, each query's position counted in keys of its sequence. Default: its index in
             the sequence (top-left aligned).
+        k_fresh, v_fresh: (total_q, G, d); as in :func:`attention`.
         softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp, (H, total_q) fp32, -inf where nothing is seen.
         backend: "eager", "triton" or "fa4" (without positions, with one cu_seqlens for both; a NaN may then reach the
@@ -198,7 +231,7 @@ def attention_varlen(
         (total_q, H, d), or a pair with the log-sum-exp.
     """
     op = "attention_varlen"
-    q, k, v, scale = _prepare(op, (), q, k, v, softmax_scale)
+    tensors, scale = _prepare(op, (), q, k, v, k_fresh, v_fresh, q_positions, softmax_scale)
     _checks.tensor(op, "cu_seqlens_q", cu_seqlens_q, ("B+1",), (torch.int32,), q)
     if cu_seqlens_q.shape[0] == 0:
         _checks.fail(op, "cu_seqlens_q", "at least one element", "none")
@@ -207,17 +240,7 @@ def attention_varlen(
     _checks.tensor(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), (torch.int32,), q)
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
-    out, lse = apply(
-        _AttentionVarlen,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        q_positions,
-        scale,
-        resolve(op, backend, q),
-    )
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    named = resolve(op, backend, tensors[0])
+    out, lse = apply(_AttentionVarlen, *tensors, *offsets, q_positions, scale, named)
     return (out, lse) if return_lse else out

@@ -9,7 +9,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def _forward_of(arguments):
     """The arguments of the forward, from those of the backward."""
-    return arguments[2:5] + arguments[7:]
+    return arguments[2:7] + arguments[9:]
 
 
 def triton_refuses(first, *_):
@@ -30,7 +30,7 @@ def _library_refuses(q):
     return "there is nothing to compute" if q.numel() == 0 else None
 
 
-def cudnn_refuses(q, k, v, q_positions, q_lens, k_lens, scale):
+def cudnn_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
     if not _plain(q, k, q_positions, q_lens, k_lens):
         return "it takes as many queries as keys, causal by their index, without positions and lengths"
     return _library_refuses(q)
@@ -42,7 +42,9 @@ def cudnn_refuses_backward(d_out, d_lse, *arguments):
     return cudnn_refuses(*_forward_of((d_out, d_lse, *arguments)))
 
 
-def fa4_refuses(q, k, v, q_positions, q_lens, k_lens, scale):
+def fa4_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
+    if k_fresh is not None:
+        return "it takes no fresh keys and values"
     if (
         q_positions is None
         and not _plain(q, k, q_positions, q_lens, k_lens)
@@ -57,7 +59,8 @@ def fa4_refuses_backward(*arguments):
     return fa4_refuses(*_forward_of(arguments))
 
 
-def fa4_refuses_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+def fa4_refuses_varlen(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, *rest):
+    *_, q_positions, _ = rest
     if q_positions is not None or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
         return "it takes one tensor of cu_seqlens for queries and keys, and no positions"
     return _library_refuses(q)
@@ -99,7 +102,7 @@ def _choose(what, direction, q, keys):
     return [name for name, least in FASTER[what, direction, width].items() if keys >= least]
 
 
-def choose(q, k, v, q_positions, q_lens, k_lens, scale, direction="forward"):
+def choose(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, direction="forward"):
     return _choose("causal" if q_positions is None else "subset", direction, q, k.shape[1])
 
 
@@ -107,7 +110,9 @@ def choose_backward(*arguments):
     return choose(*_forward_of(arguments), direction="backward")
 
 
-def choose_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *_, direction="forward"):
+def choose_varlen(
+    q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *_, direction="forward"
+):
     return _choose("ragged", direction, q, max_seqlen_k)
 
 

@@ -55,7 +55,30 @@ def _scores(q5, k5, q_positions, k_valid, rows, scale):
     return s.masked_fill(~seen[:, None, None], -torch.inf)
 
 
-def attention(q, k, v, q_positions, q_lens, k_lens, scale):
+def _slots(k, q_positions, q_lens):
+    """Where (B, Tq) fresh keys go; one past the end for those of padding and of positions that aren't there."""
+    valid = (q_positions >= 0) & (q_positions < k.shape[1])
+    if q_lens is not None:
+        valid &= _valid(q_positions.shape[1], q_lens, k)
+    return torch.where(valid, q_positions, k.shape[1]).to(torch.int64)
+
+
+def _replace(x, fresh, slots):
+    """A copy of x with ``fresh`` (a tensor or a number) at the slots."""
+    longer = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
+    where = slots[..., None, None].expand(*slots.shape, *x.shape[2:])
+    return longer.scatter(1, where, fresh)[:, :-1]
+
+
+def _pick(x, slots):
+    longer = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
+    return longer.gather(1, slots[..., None, None].expand(*slots.shape, *x.shape[2:]))
+
+
+def attention(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
+    if k_fresh is not None:
+        slots = _slots(k, q_positions, q_lens)
+        k, v = _replace(k, k_fresh, slots), _replace(v, v_fresh, slots)
     batch, queries, heads, width = q.shape
     q5, k5, v5, q_positions, k_valid = _setup(q, k, v, q_positions, q_lens, k_lens)
     out, lse = torch.zeros_like(q5), q5.new_full(q5.shape[:-1], -torch.inf)
@@ -68,7 +91,13 @@ def attention(q, k, v, q_positions, q_lens, k_lens, scale):
     return out, lse.reshape(batch, heads, queries)
 
 
-def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_lens, scale):
+def attention_backward(d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse, q_positions, q_lens, k_lens, scale):
+    if k_fresh is not None:
+        slots = _slots(k, q_positions, q_lens)
+        merged = _replace(k, k_fresh, slots), _replace(v, v_fresh, slots)
+        rest = out, lse, q_positions, q_lens, k_lens, scale
+        d_q, d_k, d_v, *_ = attention_backward(d_out, d_lse, q, *merged, None, None, *rest)
+        return d_q, *(_replace(t, 0, slots) for t in (d_k, d_v)), *(_pick(t, slots) for t in (d_k, d_v))
     batch, queries, heads, width = q.shape
     q5, k5, v5, q_positions, k_valid = _setup(q, k, v, q_positions, q_lens, k_lens)
     q_valid = _valid(queries, q_lens, q)
@@ -88,7 +117,7 @@ def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_l
         dv5 += (p.transpose(-1, -2) @ do).sum(2, keepdim=True)
     d_q = dq5.reshape(batch, heads, queries, width).transpose(1, 2)
     d_k, d_v = (t.squeeze(2).transpose(1, 2) for t in (dk5, dv5))
-    return tuple(t.to(q.dtype) for t in (d_q, d_k, d_v))
+    return *(t.to(q.dtype) for t in (d_q, d_k, d_v)), q.new_empty(0), q.new_empty(0)
 
 
 def _lengths(cu_seqlens, max_seqlen, total, name):
@@ -125,30 +154,39 @@ def _unpad_lse(lse, cu_seqlens, total):
     return torch.where(inside[:, None], packed, -torch.inf).T
 
 
-def _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions):
+def _batched(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions):
     q_lens = _lengths(cu_seqlens_q, max_seqlen_q, q.shape[0], "q")
     k_lens = _lengths(cu_seqlens_k, max_seqlen_k, k.shape[0], "k")
     if q_positions is not None:
         q_positions = _pad(q_positions, cu_seqlens_q, max_seqlen_q)
     k, v = (_pad(t, cu_seqlens_k, max_seqlen_k) for t in (k, v))
-    return _pad(q, cu_seqlens_q, max_seqlen_q), k, v, q_positions, q_lens, k_lens
+    if k_fresh is not None:
+        k_fresh, v_fresh = (_pad(t, cu_seqlens_q, max_seqlen_q) for t in (k_fresh, v_fresh))
+    return _pad(q, cu_seqlens_q, max_seqlen_q), k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens
 
 
-def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
-    padded = _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
+def attention_varlen(
+    q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
+):
+    padded = _batched(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
     out, lse = attention(*padded, scale)
     return _unpad(out, cu_seqlens_q, q.shape[0]), _unpad_lse(lse, cu_seqlens_q, q.shape[0])
 
 
 def attention_varlen_backward(
-    d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
-):
+    d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale,
+):  # fmt: skip
     total_q, total_k = q.shape[0], k.shape[0]
-    padded = _batched(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
+    padded = _batched(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions)
     d_out, out, lse = (_pad(t, cu_seqlens_q, max_seqlen_q) for t in (d_out, out, lse.T))
     if d_lse is not None:
         d_lse = _pad(d_lse.T, cu_seqlens_q, max_seqlen_q).transpose(1, 2)
-    q, k, v, *positions_and_lens = padded
-    d_q, d_k, d_v = attention_backward(d_out, d_lse, q, k, v, out, lse.transpose(1, 2), *positions_and_lens, scale)
+    *inputs, q_positions, q_lens, k_lens = padded
+    d_q, d_k, d_v, *d_fresh = attention_backward(
+        d_out, d_lse, *inputs, out, lse.transpose(1, 2), q_positions, q_lens, k_lens, scale
+    )
     d_k, d_v = (_unpad(t, cu_seqlens_k, total_k) for t in (d_k, d_v))
-    return _unpad(d_q, cu_seqlens_q, total_q), d_k, d_v
+    if k_fresh is not None:
+        d_fresh = [_unpad(t, cu_seqlens_q, total_q) for t in d_fresh]
+    return _unpad(d_q, cu_seqlens_q, total_q), d_k, d_v, *d_fresh

@@ -33,14 +33,15 @@ def _masked(positions, keys, by_keys):
     return {"mask_mod": _sees, "aux_tensors": [positions], "block_sparse_tensors": lists}
 
 
-def attention(q, k, v, q_positions, q_lens, k_lens, scale):
+def attention(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
     masked = _masked(q_positions, k.shape[1], by_keys=False)
     return _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **masked)[:2]
 
 
-def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_lens, scale):
+def attention_backward(d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse, q_positions, q_lens, k_lens, scale):
     masked = _masked(q_positions, k.shape[1], by_keys=True)
-    return _flash_attn_bwd(q, k, v, out, d_out.contiguous(), lse, scale, dlse=d_lse, **masked)[:3]
+    gradients = _flash_attn_bwd(q, k, v, out, d_out.contiguous(), lse, scale, dlse=d_lse, **masked)[:3]
+    return *gradients, q.new_empty(0), q.new_empty(0)
 
 
 def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -50,7 +51,9 @@ def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     }  # fmt: skip
 
 
-def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+def attention_varlen(
+    q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
+):
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **packed)[:2]
     clear_tail(cu_seqlens_q, 0.0, out)
@@ -59,10 +62,11 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
 
 def attention_varlen_backward(
-    d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
-):
+    d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale,
+):  # fmt: skip
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     d_q, d_k, d_v = _flash_attn_bwd(q, k, v, out, d_out.contiguous(), lse, scale, dlse=d_lse, **packed)[:3]
     clear_tail(cu_seqlens_q, 0.0, d_q)
     clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v, q.new_empty(0), q.new_empty(0)

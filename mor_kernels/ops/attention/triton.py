@@ -88,6 +88,18 @@ def _load(x, offsets, inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _keys(
+    x, first, token, offsets, places, fresh, fresh_token, inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """A tile of keys or of values from row ``first`` on. Where ``places`` names a query, that one's ``fresh`` row."""
+    at = x + _wide(first) * token + offsets
+    if places is not None:
+        place = tl.load(places + first + tl.arange(0, offsets.shape[0]), mask=inside, other=-1)
+        at = tl.where((place >= 0)[:, None], fresh + _offsets(place, fresh_token, BLOCK_D), at)
+    return _load(at, 0, inside, WIDTH, BLOCK_D)
+
+
+@triton.jit
 def _positions(positions, query, queries, keys):
     """The last key that each query sees, -1 for none."""
     if positions is None:
@@ -107,7 +119,7 @@ def _visible(position, valid, keys, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _forward(
-    q, k, v, positions, q_ends, k_ends, out, lse, scale,
+    q, k, v, k_fresh, v_fresh, places, positions, q_ends, k_ends, out, lse, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,6 +136,10 @@ def _forward(
     q += b * q_batch
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
+    if places is not None:
+        places += k_start
+        k_fresh += (q_start * groups + g) * WIDTH
+        v_fresh += (q_start * groups + g) * WIDTH
     if PACKED:
         q += q_start * q_token
         k += k_start * k_token
@@ -138,7 +154,7 @@ def _forward(
     largest = tl.full((BLOCK_M,), LEAST, tl.float32)
     for first in tl.range(0, seen, BLOCK_N):
         key = first + n
-        k_tile = _load(k + _wide(first) * k_token, k_offsets, key < seen, WIDTH, BLOCK_D)
+        k_tile = _keys(k, first, k_token, k_offsets, places, k_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if first >= shared:
             s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
@@ -146,7 +162,7 @@ def _forward(
         p = tl.exp2(s * (scale * LOG2_E) - new_largest[:, None])
         fade = tl.exp2(largest - new_largest)
         total = total * fade + tl.sum(p, 1)
-        v_tile = _load(v + _wide(first) * v_token, v_offsets, key < seen, WIDTH, BLOCK_D)
+        v_tile = _keys(v, first, v_token, v_offsets, places, v_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
         largest = new_largest
     some = valid & (position >= 0)
@@ -176,7 +192,8 @@ def _aligned(b, head, q_start, heads, pitch, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _backward_q(
-    d_out, d_lse, q, k, v, positions, q_ends, k_ends, out, lse, d_q, lasts, lses_2, deltas, scale,
+    d_out, d_lse, q, k, v, k_fresh, v_fresh, places, positions, q_ends, k_ends,
+    out, lse, d_q, lasts, lses_2, deltas, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -194,6 +211,10 @@ def _backward_q(
     q += b * q_batch
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
+    if places is not None:
+        places += k_start
+        k_fresh += (q_start * groups + g) * WIDTH
+        v_fresh += (q_start * groups + g) * WIDTH
     if PACKED:
         q += q_start * q_token
         k += k_start * k_token
@@ -221,8 +242,8 @@ def _backward_q(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in tl.range(0, seen, BLOCK_N):
         key = first + n
-        k_tile = _load(k + _wide(first) * k_token, k_offsets, key < seen, WIDTH, BLOCK_D)
-        v_tile = _load(v + _wide(first) * v_token, v_offsets, key < seen, WIDTH, BLOCK_D)
+        k_tile = _keys(k, first, k_token, k_offsets, places, k_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
+        v_tile = _keys(v, first, v_token, v_offsets, places, v_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
         d_s = tl.exp2(s * (scale * LOG2_E) - lse_2[:, None]) * (d_p - delta[:, None])
@@ -250,7 +271,8 @@ def _seeing(lasts, queries, first_key, last_key, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _backward_kv(
-    d_out, q, k, v, q_ends, k_ends, lasts, lses_2, deltas, d_k, d_v, scale,
+    d_out, q, k, v, k_fresh, v_fresh, places, q_ends, k_ends, lasts, lses_2, deltas,
+    d_k, d_v, d_k_fresh, d_v_fresh, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -265,6 +287,10 @@ def _backward_kv(
     q += b * q_batch + g * GROUP * q_head
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
+    if places is not None:
+        places += k_start
+        k_fresh += (q_start * groups + g) * WIDTH
+        v_fresh += (q_start * groups + g) * WIDTH
     if PACKED:
         q += q_start * q_token
         k += k_start * k_token
@@ -276,8 +302,11 @@ def _backward_kv(
     last_key = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
     since, always, seen = _seeing(lasts, queries, tile * BLOCK_N, last_key, CHUNK)
     since = since // ALIGN * ALIGN
-    k_tile = _load(k, _offsets(key, k_token, BLOCK_D), key < seen, WIDTH, BLOCK_D)
-    v_tile = _load(v, _offsets(key, v_token, BLOCK_D), key < seen, WIDTH, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    first_key = tile * BLOCK_N
+    k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
+    k_tile = _keys(k, first_key, k_token, k_offsets, places, k_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
+    v_tile = _keys(v, first_key, v_token, v_offsets, places, v_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     m = tl.arange(0, BLOCK_M)
@@ -305,8 +334,26 @@ def _backward_kv(
     at = ((k_start + key) * groups + g)[:, None] * WIDTH + d[None, :]
     written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
     some = (key < keys)[:, None]
+    if places is not None:
+        place = tl.load(places + key, mask=key < keys, other=-1)
+        fresh = ((q_start + place) * groups + g)[:, None] * WIDTH + d[None, :]
+        replaced = (place >= 0)[:, None] & (d < WIDTH)[None, :]
+        tl.store(d_k_fresh + fresh, (acc_k * scale).to(d_k.dtype.element_ty), mask=replaced)
+        tl.store(d_v_fresh + fresh, acc_v.to(d_v.dtype.element_ty), mask=replaced)
+        some = some & (place < 0)[:, None]
     tl.store(d_k + at, tl.where(some, acc_k * scale, 0.0).to(d_k.dtype.element_ty), mask=written)
     tl.store(d_v + at, tl.where(some, acc_v, 0.0).to(d_v.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["tiles", "q_rows", "k_rows"])
+def _place(positions, q_ends, k_ends, places, tiles, q_rows, k_rows, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """places[the key at a query's position] = the query, counted in its sequence; the others stay."""
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    query = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    position = tl.load(positions + q_start + query, mask=query < queries, other=-1).to(tl.int64)
+    tl.store(places + k_start + position, query, mask=(position >= 0) & (position < keys))
 
 
 class Setting(NamedTuple):
@@ -366,14 +413,17 @@ CHUNK = 1024  # positions that are compared at once
 class _Call:
     """What the kernels of one call have in common."""
 
-    def __init__(self, q, k, v, q_positions, q_ends, k_ends, scale, longest=None):
+    def __init__(self, q, k, v, k_fresh, v_fresh, q_positions, q_ends, k_ends, scale, longest=None):
         if scale < 0:  # the kernels take maxima before they scale
             q, scale = -q, -scale
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         self.packed = longest is not None
         self.heads, self.width = q.shape[-2:]
         self.groups = k.shape[-2]
-        self.tensors = q, k, v, *contiguous(q_positions, q_ends, k_ends)
+        self.q, self.k, self.v = q, k, v
+        self.k_fresh, self.v_fresh, self.positions, *self.ends = contiguous(
+            k_fresh, v_fresh, q_positions, q_ends, k_ends
+        )
         self.scale = scale
         exact = q.dtype == torch.float32
         block_d = max(16, triton.next_power_of_2(self.width))
@@ -393,7 +443,7 @@ class _Call:
 
     def launch(self, kernel, setting, *arguments, over_keys=False, **constants):
         """One program a tile of rows, or of keys, of each sequence and key/value head."""
-        group, itemsize = self.constants["GROUP"], self.tensors[0].element_size()
+        group, itemsize = self.constants["GROUP"], self.q.element_size()
         if over_keys:
             tiles = triton.cdiv(self.k_longest, setting.keys)
             streamed = self.q_longest * group
@@ -410,18 +460,33 @@ class _Call:
             num_warps=setting.num_warps, num_stages=setting.num_stages, maxnreg=setting.registers,
         )  # fmt: skip
 
+    def inputs(self):
+        """q, k, v; fresh keys and values, and for each key the query whose fresh one takes its place, -1 for none."""
+        places = None
+        if self.k_fresh is not None:
+            places = self.k.new_full((self.k_rows * (1 if self.packed else self.batch),), -1, dtype=torch.int32)
+            tiles = triton.cdiv(self.q_longest, CHUNK)
+            if self.batch * tiles:
+                _place[(self.batch * tiles,)](
+                    self.positions, *self.ends, places, tiles, self.q_rows, self.k_rows,
+                    PACKED=self.packed, BLOCK=CHUNK, num_warps=4,
+                )  # fmt: skip
+        return self.q, self.k, self.v, self.k_fresh, self.v_fresh, places
+
     def forward(self):
-        q, k, v, *_ = self.tensors
+        q = self.q
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
         lse = q.new_empty(shape, dtype=torch.float32)
-        self.launch(_forward, self.settings.forward, *self.tensors, out, lse, self.scale)
+        self.launch(_forward, self.settings.forward, *self.inputs(), self.positions, *self.ends, out, lse, self.scale)
         return out, lse
 
     def backward(self, d_out, d_lse, out, lse):
-        q, k, v, *rest = self.tensors
         d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
-        d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v))
+        fresh = self.k_fresh, self.v_fresh
+        d_fresh = [None if t is None else torch.zeros_like(t) for t in fresh]  # of those that take no key's place
+        inputs = self.inputs()
         rows = (1 if self.packed else self.batch) * self.pitch * ALIGN.value
         # zeros, since tiles go past the last query: q and d_out are taken for zeros there, statistics are not masked
         lasts = lse.new_empty(rows, dtype=torch.int32)
@@ -429,38 +494,46 @@ class _Call:
         statistics = lasts, lses_2, deltas
         self.launch(
             _backward_q, self.settings.backward_q,
-            d_out, d_lse, *self.tensors, out, lse, d_q, *statistics, self.scale,
+            d_out, d_lse, *inputs, self.positions, *self.ends, out, lse, d_q, *statistics, self.scale,
         )  # fmt: skip
         self.launch(
             _backward_kv, self.settings.backward_kv,
-            d_out, q, k, v, *rest[1:], *statistics, d_k, d_v, self.scale, over_keys=True, CHUNK=CHUNK,
+            d_out, *inputs, *self.ends, *statistics, d_k, d_v, *d_fresh, self.scale, over_keys=True, CHUNK=CHUNK,
         )  # fmt: skip
-        return d_q, d_k, d_v
+        return d_q, d_k, d_v, *(lse.new_empty(0) if t is None else t for t in d_fresh)
 
 
-def attention(q, k, v, q_positions, q_lens, k_lens, scale):
-    return _Call(q, k, v, q_positions, q_lens, k_lens, scale).forward()
+def attention(*arguments):
+    return _Call(*arguments).forward()
 
 
-def attention_backward(d_out, d_lse, q, k, v, out, lse, q_positions, q_lens, k_lens, scale):
-    d_q, d_k, d_v = _Call(q, k, v, q_positions, q_lens, k_lens, scale).backward(d_out, d_lse, out, lse)
-    return -d_q if scale < 0 else d_q, d_k, d_v
+def attention_backward(d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse, *rest):
+    return _signed(rest[-1], _Call(q, k, v, k_fresh, v_fresh, *rest).backward(d_out, d_lse, out, lse))
 
 
-def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+def attention_varlen(
+    q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
+):
     longest = max_seqlen_q, max_seqlen_k
-    out, lse = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest).forward()
+    out, lse = _Call(q, k, v, k_fresh, v_fresh, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest).forward()
     clear_tail(cu_seqlens_q, 0.0, out)
     clear_tail(cu_seqlens_q, -float("inf"), lse.T)
     return out, lse
 
 
 def attention_varlen_backward(
-    d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
-):
+    d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale,
+):  # fmt: skip
     longest = max_seqlen_q, max_seqlen_k
-    call = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest)
-    d_q, d_k, d_v = call.backward(d_out, d_lse, out, lse)
+    call = _Call(q, k, v, k_fresh, v_fresh, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest)
+    d_q, d_k, d_v, *d_fresh = call.backward(d_out, d_lse, out, lse)
     clear_tail(cu_seqlens_q, 0.0, d_q)
     clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
-    return -d_q if scale < 0 else d_q, d_k, d_v
+    return _signed(scale, (d_q, d_k, d_v, *d_fresh))
+
+
+def _signed(scale, gradients):
+    """d_q of what went in as -q."""
+    d_q, *others = gradients
+    return -d_q if scale < 0 else d_q, *others
