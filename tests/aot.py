@@ -42,6 +42,7 @@ from triton.runtime.jit import JITFunction
 
 from mor_kernels import ops
 from mor_kernels.ops import _dispatch
+from mor_kernels.ops.attention._triton import block_lists
 
 # Dynamic shared memory of a block, and of all blocks on a multiprocessor, in bytes (CUDA programming guide).
 SHARED = {80: (163 * 1024, 164 * 1024), 90: (227 * 1024, 228 * 1024)}
@@ -53,7 +54,7 @@ STACK_FRAMES: dict[str, int] = {}
 # Launches (kernel and setting) that may spill, and how many bytes, stored and loaded; the first that fits counts.
 SPILLS = {
     r"attention\..*\(fp32.*BLOCK_D=128": 640,  # three products of tf32 a tile: for accuracy, not for speed
-    r"attention\.": 320,  # at the limit of registers, and measured faster than smaller tiles, which don't spill
+    r"attention\.": 384,  # at the limit of registers, and measured faster than smaller tiles, which don't spill
 }
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -137,9 +138,22 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.attention, q, k, v, q_positions=whole(B, K))
     q, (k, v) = floats(B, K, 15, 64, dtype=BF16), floats(B, K, 2, 5, 64, dtype=BF16).unbind(2)
     yield partial(ops.attention, q, k, v, q_lens=whole(B), k_lens=whole(B))
+    yield partial(ops.attention, q, k, v, q_positions=whole(B, K), k_fresh=k[:, :K], v_fresh=v[:, :K])
     lengths = whole(B + 1, dtype=torch.int32)
     packed = (t.flatten(0, 1) for t in (q, k, v))
     yield partial(ops.attention_varlen, *packed, lengths, lengths, K, K, return_lse=True)
+    for by_keys in (False, True):
+        yield partial(block_lists, whole(B, K, dtype=torch.int32), N, by_keys)
+
+    for width, dtype, heads, groups in ATTENTION:
+        q, k = (floats(B, N, n, width, dtype=dtype) for n in (heads, groups))
+        yield partial(ops.rope, (q, k), whole(B, N))
+        yield partial(ops.rope, q, whole(B, N, dtype=torch.int32))
+    fused = floats(B, N, 25 * 64, dtype=BF16).unflatten(-1, (25, 64))
+    yield partial(ops.rope, fused.split([15, 5, 5], dim=2)[:2], whole(N).expand(B, N))
+    yield partial(ops.rope, floats(B, 15, N, 64, dtype=BF16).transpose(1, 2), whole(B, N))
+    for width in (2, 10):
+        yield partial(ops.rope, floats(B * N, 1, width), whole(B * N))
 
 
 class StandIn(DriverBase):

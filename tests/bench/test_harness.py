@@ -1,5 +1,7 @@
 """What the harness does without a GPU: checks, counts, rows, files."""
 
+import contextlib
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -75,6 +77,62 @@ def test_a_wrong_implementation_is_not_timed_and_the_run_goes_on(tmp_path, capsy
     assert "FAILED Mismatch" in printed and " 2.00 " in printed.splitlines()[-1]  # twice as fast as the best rival
 
 
+def test_where_operations_are_counted_the_floor_is_the_larger_one(tmp_path, capsys):
+    few, many = (dataclasses.replace(case(right=lambda x: x + x, ours=lambda x: 2 * x), flops=f) for f in (2, 5_000))
+    many = dataclasses.replace(many, name="N6")
+    measured = result() | {"matmul_flops_per_second": 1e14}
+    assert harness.run([few, many], measured, tmp_path / "double.json", timer({"right": 3e-7, "ours": 2e-7})) == 0
+    bandwidth_bound, matmul_bound = measured["rows"][1::2]
+    assert bandwidth_bound["flops"] == 2 and bandwidth_bound["floor_ms"] == pytest.approx(40 / 3e12 * 1e3)
+    assert matmul_bound["flops"] == 5_000 and matmul_bound["floor_ms"] == pytest.approx(5_000 / 1e14 * 1e3)
+    header, *lines = capsys.readouterr().out.splitlines()
+    for name, value in {"x floor": "4.00", "% matmul": "25.0", "TFLOP/s": "25", "x rival": "1.50"}.items():
+        assert lines[4][: header.index(f" {name} ") + len(name) + 1].endswith(f" {value}")
+    assert lines[5] == "  ours, times as fast as right 1.50"
+
+
+def test_our_rows_are_compared_with_each_rival():
+    rows = [ROW | {"impl": "a", "ours": False, "ms": 0.003}, ROW | {"impl": "b", "ours": False, "ms": 0.001},
+            ROW | {"impl": "c", "ours": False, "failed": "why"}, ROW | {"impl": "d", "ours": False, "case": "B3"},
+            ROW, ROW | {"impl": "auto", "ms": 0.001}]  # fmt: skip
+    assert harness.against_each(rows, "double", "B2").splitlines() == [
+        "  triton, times as fast as a 1.50, b 0.50",
+        "  auto, times as fast as a 3.00, b 1.00",
+    ]
+    assert "no rival" in harness.against_each(rows[4:], "double", "B2")
+    assert "ours was not" in harness.against_each(rows[:4], "double", "B2")
+
+
+def on_a_gpu(monkeypatch, tmp_path, cases, **more):
+    """The exit status where a GPU is, with all that needs one replaced."""
+    monkeypatch.setattr(harness.torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(harness.torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(harness, "environment", lambda commit: {"card": "A Card", "torch": "2", "triton": "3"})
+    monkeypatch.setattr(harness, "copy_bandwidth", lambda: 3e12)
+    monkeypatch.setattr(harness, "matmul_flops_per_second", lambda: 7e14)
+    monkeypatch.setattr(harness, "time_on_gpu", lambda *_: (Timing(0.1, 0.1, 0.1, "graph"), 0.0))
+    monkeypatch.setattr(harness, "chart", lambda result, path: None)
+    options = harness.command_line("double").parse_args(["--out", str(tmp_path)])
+    return harness.on_gpu("double", lambda: cases, options, **more)
+
+
+@pytest.mark.parametrize(("wrong", "status"), [("right", 0), ("ours", 1), (None, 0)])
+def test_only_a_failure_of_ours_is_one_of_the_run(wrong, status, monkeypatch, tmp_path, capsys):
+    functions = {"right": lambda x: x + x, "ours": lambda x: 2 * x} | ({wrong: lambda x: 3 * x} if wrong else {})
+    assert on_a_gpu(monkeypatch, tmp_path, [case(**functions)]) == status
+    assert ("1 rows FAILED" in capsys.readouterr().err) == bool(wrong)
+
+
+def test_the_rate_of_a_matrix_product_is_measured_where_operations_are_counted(monkeypatch, tmp_path, capsys):
+    plain = case(ours=lambda x: 2 * x)
+    on_a_gpu(monkeypatch, tmp_path, [plain])
+    on_a_gpu(monkeypatch, tmp_path, [dataclasses.replace(plain, flops=9)], partial=True)
+    without, counted = (json.loads((tmp_path / f"double-a-card{x}.json").read_text()) for x in ("", "-partial"))
+    assert list(without) == ["benchmark", "environment", "copy_bandwidth", "complete", "rows"]
+    assert counted["matmul_flops_per_second"] == 7e14
+    assert "700 TFLOP/s" in harness.title(counted) and "TFLOP" not in harness.title(without)
+
+
 def test_rows_are_written_as_they_are_measured(tmp_path):
     path = tmp_path / "double.json"
 
@@ -123,8 +181,8 @@ def test_chart_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     environment = {"card": "A card", "torch": "2", "triton": "3"}
     rows = [ROW, ROW | {"impl": "eager", "ours": False}, ROW | {"case": "B4", "failed": "why", "ms": None}]
-    for drawn in (rows, []):
-        harness.chart(result() | {"environment": environment, "rows": drawn}, tmp_path / "chart.png")
+    for drawn, more in ((rows, {}), ([], {}), (rows, {"matmul_flops_per_second": 7e14})):
+        harness.chart(result() | more | {"environment": environment, "rows": drawn}, tmp_path / "chart.png")
         assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,9 +18,9 @@ def row(impl, ms, ours=False, failed=None, case="B2"):
 ROWS = [row("eager gather", 0.5), row("eager index_select", 0.4), row("compile", 0.35), row("triton", 0.125, ours=True)]
 
 
-def write(folder, rows, name="routing-a-card", complete=True):
+def write(folder, rows, name="routing-a-card", complete=True, **more):
     result = {"benchmark": "routing", "environment": ENVIRONMENT, "copy_bandwidth": 3e12, "complete": complete,
-              "rows": rows}  # fmt: skip
+              "rows": rows, **more}  # fmt: skip
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
@@ -28,8 +28,10 @@ def test_readme_is_up_to_date():
     assert report.main(["--check"]) == 0
 
 
-def test_readme_has_a_section_to_write():
-    assert "routing" in [found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))]
+def test_readme_has_the_sections_to_write():
+    assert {"routing", "attn_flops"} <= {
+        found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
+    }
 
 
 def test_an_outdated_readme_is_told_and_then_written(tmp_path, monkeypatch, capsys):
@@ -70,6 +72,33 @@ def test_what_is_missing_or_failed_is_shown(rows, line, tmp_path):
     write(tmp_path, rows, complete=False)
     text = report.section("routing", tmp_path)
     assert line in text and "not finished" in text
+
+
+def flops_row(impl, ms, ours=False, failed=None, case="B4 N5", op="causal forward"):
+    return row(impl, ms, ours, failed, case) | {"op": op, "flops": 10**12}
+
+
+FLOPS_ROWS = [
+    flops_row("flex", 5.0), flops_row("sdpa flash (FA2)", 4.0), flops_row("flash-attn (FA2)", 2.5),
+    flops_row("sdpa cudnn", None, failed="why"), flops_row("fa4", 2.0), flops_row("triton", 2.0, ours=True),
+    flops_row("flex", 8.0, op="subset forward"), flops_row("flex + mask", 9.0, op="subset forward"),
+    flops_row("fa4 + lists", 3.0, op="subset forward"), flops_row("triton", 4.0, ours=True, op="subset forward"),
+    flops_row("torch varlen (FA2)", 8.0, op="ragged forward"),
+    flops_row("triton", None, True, "wrong", op="ragged forward"),
+]  # fmt: skip
+
+
+def test_operations_have_a_table_of_their_own(tmp_path):
+    write(tmp_path, FLOPS_ROWS, "attn_flops-a-card", matmul_flops_per_second=800e12)
+    text = report.section("attn_flops", tmp_path)
+    for line in (
+        "| operator | case | ours, TFLOP/s | % of matmul | FlexAttention | cuDNN | FA2 | FA4 | x Flex | x best |",
+        "| causal forward | B4 N5 | 500 | 62 | 200 | failed | 400 | 500 | 2.50 | 1.00 |",
+        "| subset forward | B4 N5 | 250 | 31 | 125 | - | - | - | 2.00 | 0.75 |",
+        "| ragged forward | B4 N5 | failed | - | - | - | 125 | - | - | - |",
+    ):
+        assert line in text.splitlines()
+    assert "matrix product 800 TFLOP/s" in text
 
 
 def test_partial_results_do_not_count(tmp_path):

@@ -13,6 +13,7 @@ from tests.strategies import DEVICES, normal, targets
 INDEX = torch.tensor([[0, 2, 4], [1, -1, -1]])
 FLAT = torch.tensor([0, 2, 4, 6, -1, 9])
 LENS = torch.tensor([5, 3])
+PLACES = torch.tensor([[0, 1, 2, 3, 9], [5, 5, 0, 1, 100]])
 DEPTHS = torch.tensor([[1, 3, 2, 1, 0], [2, 2, 0, 0, 0]])
 CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 2, 5], [0, 4, 7, 7]))
 TABLE, CU_ROWS = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32), torch.tensor([0, 5, 8], dtype=torch.int32)
@@ -71,7 +72,8 @@ CASES = {
         [(2, 5, 3)],
         [torch.tensor([0.5, 0.0, -0.5])],
     ),
-    "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [torch.tensor([[0, 1, 2, 3, 9], [5, 5, 0, 1, 100]])]),
+    "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [PLACES]),
+    "rope_pair": (lambda q, k, p: ops.rope((q, k), p), [(2, 5, 3, 4), (2, 5, 1, 4)], [PLACES]),
 }
 WIDE = {"route_replay": 1, "scatter_block": 2, "scatter_delta": 2}  # which input is never narrower than fp32
 every_case = pytest.mark.parametrize("name", CASES)
@@ -129,7 +131,7 @@ def test_opcheck(name, dtype, strided):
     function, inputs, others = make(name, dtype=dtype)
     with Recorder() as recorder:
         results(function, inputs, others)
-    assert recorder.calls or name == "rope"  # which is made of PyTorch's own ops
+    assert recorder.calls
     for op, args in recorder.calls:
         args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
         if strided:  # the same values with the axes in memory the other way round

@@ -56,9 +56,8 @@ def rope(
         theta: base of the frequencies.
 
     Returns:
-        Like x, a pair for a pair; gradients reach x. Products are in fp32 (fp64 for fp64 x), rounded once. "eager"
-        computes angles in fp32 as well, which are off by up to 2 ** -22 of the position; "triton" computes them exact
-        to 1e-6 radians.
+        Like x, a pair for a pair; gradients reach x. Products are in fp32 (fp64 for fp64 x), rounded once.
+        "eager" computes angles in fp32 as well, off by up to 2 ** -23 radians a position; "triton" loses nothing there.
     """
     op = "rope"
     pair = isinstance(x, (tuple, list))

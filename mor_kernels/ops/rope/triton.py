@@ -23,7 +23,7 @@ import triton.language as tl
 
 TURNS_PER_RADIAN = tl.constexpr(1 / (2 * math.pi))
 RADIANS = tl.constexpr(2 * math.pi / 2**64)  # in a 64-bit fraction of a turn
-ELEMENTS = 1024  # of each half of a head, in a tile: 16 bytes a thread for 16-bit dtypes
+BYTES = 2048  # of each half of a head, in a tile: 16 a thread
 PROGRAMS = 2048  # enough to fill a GPU
 
 
@@ -55,15 +55,16 @@ def _cos_sin(turn):
 
 
 @triton.jit
-def _rotate(x, out, cos, sin, rows, token, i, mask, x_h, heads, first, last, HALF: tl.constexpr):
-    """Heads ``first`` to ``last`` of a tile of tokens; their rows begin at ``rows`` of x."""
+def _rotate(x, out, cos, sin, rows, token, i, mask, x_h, heads, head, last, HALF: tl.constexpr):
+    """Heads from ``head`` to ``last`` of a tile of tokens; their rows begin at ``rows`` of x."""
     source = x + rows[:, None] + i[None, :]
     target = out + (token * heads * 2 * HALF)[:, None] + i[None, :]
-    for head in tl.range(first, last):
+    while head < last:  # a range can't have these bounds in the interpreter of Triton 3.2
         a = tl.load(source + head * x_h, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(source + head * x_h + HALF, mask=mask, other=0.0).to(tl.float32)
         tl.store(target + head * 2 * HALF, (a * cos - b * sin).to(out.dtype.element_ty), mask=mask)
         tl.store(target + head * 2 * HALF + HALF, (b * cos + a * sin).to(out.dtype.element_ty), mask=mask)
+        head += 1
 
 
 @triton.jit(
@@ -107,7 +108,7 @@ def rope(q, k, positions, theta, inverse):
         k_heads = 0 if k is None else k.shape[2]
         positions = positions.reshape(batch, length)
         bits = (half - 1).bit_length()
-        tile = max(ELEMENTS >> bits, 1)
+        tile = max(BYTES // q.element_size() >> bits, 1)
         tiles = triton.cdiv(batch * length, tile)
         share = triton.cdiv(q_heads + k_heads, min(triton.cdiv(PROGRAMS, tiles), q_heads + k_heads))
         shares = triton.cdiv(q_heads + k_heads, share)
