@@ -120,9 +120,10 @@ def case(what, width, seed=0):
     options["return_lse"] = True
     moved = {id(t): t.cuda() for t in (*arguments, *options.values()) if isinstance(t, torch.Tensor)}  # cu twice is one
 
+    on_gpu = [moved.get(id(t), t) for t in arguments], {name: moved.get(id(t), t) for name, t in options.items()}
+
     def call(q, k, v, backend):
-        on_gpu = {name: moved.get(id(t), t) for name, t in options.items()}
-        return ours(q, k, v, *(moved.get(id(t), t) for t in arguments), **on_gpu, backend=backend)
+        return ours(q, k, v, *on_gpu[0], **on_gpu[1], backend=backend)
 
     lead = () if what == "ragged" else (2,)
     shapes = [(*lead, n, heads, width) for n, heads in zip((lengths[0], lengths[1], lengths[1]), (6, 2, 2))]

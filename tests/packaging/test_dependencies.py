@@ -28,7 +28,7 @@ def split(requirement):
 def test_floors_only(group):
     for requirement in GROUPS[group]:
         name, bounds = split(requirement)
-        assert re.fullmatch(r"(>=[\d.]+)?", bounds), f"{name} is pinned or capped: {bounds}"
+        assert re.fullmatch(r"(>=[\d.]+(b\d+)?)?", bounds), f"{name} is pinned or capped: {bounds}"
 
 
 def test_the_floor_of_torch_is_the_oldest_one_supported():
