@@ -74,6 +74,7 @@ class Case:
     make: Callable[[int], Any]
     check: Callable[[Any, Any, bool], float]
     implementations: tuple[Implementation, ...]  # rivals first: our row is then printed beside the best of them
+    flops: int | None = None  # what matrix products must compute, where that may take longer than the bytes
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,13 @@ def copy_bandwidth() -> float:
     return 2 * 2**30 / (statistics.median(_elapsed(lambda: target.copy_(source), 30)) / 1e3)
 
 
+def matmul_flops_per_second() -> float:
+    """Of a bf16 product of 8192 x 8192 matrices: what products can reach on this card."""
+    a, b, product = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    _elapsed(lambda: torch.mm(a, b, out=product), 5)
+    return 2 * 8192**3 / (statistics.median(_elapsed(lambda: torch.mm(a, b, out=product), 30)) / 1e3)
+
+
 def time_on_gpu(case: Case, implementation: Implementation, replays: int) -> tuple[Timing, float]:
     """Time on the current stream, which must not be the default one; also the error of what the graph computed.
 
@@ -147,8 +155,8 @@ def time_on_gpu(case: Case, implementation: Implementation, replays: int) -> tup
     graph.replay()
     # the last set was not warmed up on, so that an op in place has worked on it exactly once
     error = case.check(case.make(len(sets) - 1), outputs[-1], implementation.ours)
-    for _ in range(3):
-        graph.replay()
+    warm = _elapsed(graph.replay, 3)
+    replays = min(replays, max(QUICK_REPLAYS, int(600 / warm[-1])))  # about 0.6 s a row, where calls are long
     return Timing.of([ms / len(calls) for ms in _elapsed(graph.replay, replays)], "graph"), error
 
 
@@ -156,11 +164,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]
 
 
-def measure(case: Case, implementation: Implementation, bandwidth: float, timer: Callable) -> dict:
+def measure(case: Case, implementation: Implementation, result: dict, timer: Callable) -> dict:
     """One row; ``failed`` holds the reason if the check or the timing failed."""
+    floor = case.nbytes / result["copy_bandwidth"]
+    if case.flops:
+        floor = max(floor, case.flops / result["matmul_flops_per_second"])
     row = {
         "case": case.name, "op": case.op, "impl": implementation.name, "ours": implementation.ours,
-        "bytes": case.nbytes, "floor_ms": case.nbytes / bandwidth * 1e3,
+        "bytes": case.nbytes, **({"flops": case.flops} if case.flops else {}), "floor_ms": floor * 1e3,
         "ms": None, "p20": None, "p80": None, "timing": None, "error": None, "failed": None,
     }  # fmt: skip
     try:
@@ -180,26 +191,48 @@ def best_rival(rows: list[dict], op: str, case: str) -> dict | None:
     return min(rivals, key=lambda r: r["ms"], default=None)
 
 
+def against_each(rows: list[dict], op: str, case: str) -> str:
+    """How many times as fast as each rival our rows are: a line each."""
+    group = [row for row in rows if (row["op"], row["case"]) == (op, case) and not row["failed"]]
+    lines = []
+    for own in (row for row in group if row["ours"]):
+        times = [f"{row['impl']} {row['ms'] / own['ms']:.2f}" for row in group if not row["ours"]]
+        lines.append(f"  {own['impl']}, times as fast as {', '.join(times) or 'nothing: no rival was measured'}")
+    return "\n".join(lines) or "  ours was not measured"
+
+
 COLUMNS = (("op", -22), ("case", -24), ("implementation", -21), ("ms", 9), ("p20", 9), ("p80", 9), ("floor ms", 9),
            ("x floor", 8), ("% floor", 8), ("GB/s", 7), ("x rival", 8), ("error", 6), ("timing", 7))  # fmt: skip
+# where operations are counted; the names of its cases are longer
+FLOPS_COLUMNS = tuple(
+    {"case": ("case", -26), "% floor": ("% matmul", 8), "GB/s": ("TFLOP/s", 7)}.get(name, (name, width))
+    for name, width in COLUMNS
+)
 
 
-def format_cells(cells: list[str]) -> str:
+def format_cells(cells: list[str], columns: tuple = COLUMNS) -> str:
     """Cells in their columns; a negative width aligns to the left."""
-    columns = zip(cells, (width for _, width in COLUMNS))
-    return " ".join(f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for cell, width in columns).rstrip()
+    pairs = zip(cells, (width for _, width in columns))
+    return " ".join(f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for cell, width in pairs).rstrip()
 
 
-def format_row(row: dict, rival: dict | None = None) -> str:
-    """A line of the table; ``rival`` is what our row is compared with (x rival: how many times faster)."""
+def tflops(row: dict) -> float:
+    return row["flops"] / row["ms"] / 1e9
+
+
+def format_row(row: dict, rival: dict | None = None, matmul: float | None = None) -> str:
+    """A line of the table; ``rival`` is what our row is compared with (x rival: how many times faster), ``matmul`` the
+    rate that operations are compared with."""
+    columns = FLOPS_COLUMNS if matmul else COLUMNS
     names = [row["op"], row["case"], row["impl"]]
     if row["failed"]:
-        return format_cells([*names, f"FAILED {row['failed']}"])
+        return format_cells([*names, f"FAILED {row['failed']}"], columns)
     ms, floor = row["ms"], row["floor_ms"]
     numbers = [f"{value:.4f}" for value in (ms, row["p20"], row["p80"], floor)]
-    ratios = [f"{ms / floor:.2f}", f"{100 * floor / ms:.1f}", f"{row['bytes'] / ms / 1e6:.0f}"]
+    share, rate = (1e12 * tflops(row) / matmul, tflops(row)) if matmul else (floor / ms, row["bytes"] / ms / 1e6)
+    ratios = [f"{ms / floor:.2f}", f"{100 * share:.1f}", f"{rate:.0f}"]
     against = f"{rival['ms'] / ms:.2f}" if rival and row["ours"] else "-"
-    return format_cells([*names, *numbers, *ratios, against, f"{row['error']:.2f}", row["timing"]])
+    return format_cells([*names, *numbers, *ratios, against, f"{row['error']:.2f}", row["timing"]], columns)
 
 
 def environment(commit: str | None = None) -> dict:
@@ -241,14 +274,18 @@ def run(cases: list[Case], result: dict, path: Path, timer: Callable) -> int:
     Returns:
         The number of rows that failed.
     """
-    print(format_cells([name for name, _ in COLUMNS]), flush=True)
+    matmul = result.get("matmul_flops_per_second")
+    columns = FLOPS_COLUMNS if matmul else COLUMNS
+    print(format_cells([name for name, _ in columns], columns), flush=True)
     for case in cases:
         torch._dynamo.reset()  # else one function compiled for many shapes reaches the limit and runs uncompiled
         for implementation in case.implementations:
-            row = measure(case, implementation, result["copy_bandwidth"], timer)
+            row = measure(case, implementation, result, timer)
             result["rows"].append(row)
-            print(format_row(row, best_rival(result["rows"], case.op, case.name)), flush=True)
+            print(format_row(row, best_rival(result["rows"], case.op, case.name), matmul), flush=True)
             write(result, path)
+        if case.flops:
+            print(against_each(result["rows"], case.op, case.name), flush=True)
     result["complete"] = True
     write(result, path)
     return sum(row["failed"] is not None for row in result["rows"])
@@ -275,7 +312,10 @@ def chart(result: dict, path: Path) -> None:
             y += 1
         y += 1.5
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="time / floor (bytes that must move / copy bandwidth)", title=title(result))
+    floor = "bytes that must move / copy bandwidth"
+    if "matmul_flops_per_second" in result:
+        floor += ", or operations / rate of a matrix product"
+    axes.set(xscale="log", xlabel=f"time / floor ({floor})", title=title(result))
     axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=6)
     axes.invert_yaxis()
     axes.set_xlim(right=axes.get_xlim()[1] * 3)  # room for the labels
@@ -285,45 +325,61 @@ def chart(result: dict, path: Path) -> None:
 
 def title(result: dict) -> str:
     where = result["environment"]
-    return f"{where['card']}, torch {where['torch']}, Triton {where['triton']}, copy {bandwidth(result)}"
+    line = f"{where['card']}, torch {where['torch']}, Triton {where['triton']}, copy {bandwidth(result)}"
+    matmul = result.get("matmul_flops_per_second")
+    return f"{line}, matrix product {matmul / 1e12:.0f} TFLOP/s" if matmul else line
 
 
 def bandwidth(result: dict) -> str:
     return f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
 
 
-def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] | None = None) -> int:
-    """The command line of a benchmark.
-
-    Returns:
-        0; 1 if a row failed; 2 without a GPU.
-    """
+def command_line(benchmark: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
     parser = argparse.ArgumentParser(prog=f"bench/{benchmark}.py", description=f"Benchmark: {benchmark}.")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     parser.add_argument("--only", metavar="SUBSTRING", default="", help='cases whose "op case" contains this')
     parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where JSON and chart go")
     parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] | None = None) -> int:
+    """The command line of a benchmark without options of its own.
+
+    Returns:
+        0; 1 if one of our rows failed; 2 without a GPU or without a case.
+    """
+    options = command_line(benchmark).parse_args(argv)
     if not torch.cuda.is_available():
         print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
         return 2
+    return on_gpu(benchmark, make_cases, options)
+
+
+def on_gpu(
+    benchmark: str, make_cases: Callable[[], list[Case]], options: argparse.Namespace, partial: bool = False
+) -> int:
+    """Measure, write and draw; ``partial`` where the cases aren't all that the full result has. Returns as ``main``."""
     began = time.perf_counter()
     torch._functorch.config.donated_buffer = False  # a compiled backward refuses retain_graph=True otherwise
     cases = [case for case in make_cases() if options.only in f"{case.op} {case.name}"]
     if not cases:
-        parser.error(f"--only {options.only}: no such case")
+        print(f"--only {options.only}: no such case", file=sys.stderr)
+        return 2
     with torch.cuda.stream(torch.cuda.Stream()):
         result = {
             "benchmark": benchmark,
             "environment": environment(options.commit),
             "copy_bandwidth": copy_bandwidth(),
+            **({"matmul_flops_per_second": matmul_flops_per_second()} if any(case.flops for case in cases) else {}),
             "complete": False,
             "rows": [],
         }
         torch.cuda.empty_cache()
         card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
-        partial = "-partial" if options.quick or options.only else ""  # doesn't replace a full result
-        path = options.out / f"{benchmark}-{card}{partial}.json"
+        suffix = "-partial" if partial or options.quick or options.only else ""  # doesn't replace a full result
+        path = options.out / f"{benchmark}-{card}{suffix}.json"
         print(title(result), flush=True)
         replays = QUICK_REPLAYS if options.quick else REPLAYS
         failed = run(cases, result, path, lambda case, implementation: time_on_gpu(case, implementation, replays))
@@ -331,4 +387,4 @@ def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] |
     print(f"copy bandwidth {bandwidth(result)}; {time.perf_counter() - began:.0f} s; written to {path}")
     if failed:
         print(f"{failed} rows FAILED", file=sys.stderr)
-    return 1 if failed else 0
+    return int(any(row["ours"] and row["failed"] for row in result["rows"]))

@@ -10,14 +10,17 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import RESULTS, ROOT, bandwidth, best_rival, chart, title
+from bench.harness import RESULTS, ROOT, bandwidth, best_rival, chart, tflops, title
 
 README = ROOT / "README.md"
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.S)
+# columns of rivals, and what is in the names of their rows
+FAMILIES = {"FlexAttention": "flex", "cuDNN": "cudnn", "FA2": "FA2", "FA4": "fa4"}
 HEADER = ("operator", "case", "ours, ms", "floor, ms", "x floor", "best eager, ms", "compiled, ms", "faster by")
 
 
@@ -27,24 +30,57 @@ def results(benchmark: str, folder: Path) -> dict[Path, dict]:
     return {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def table(result: dict) -> list[str]:
-    """A Markdown table with a line for each (operator, case)."""
-    lines = [HEADER, ("---",) * len(HEADER)]
+def _groups(result: dict) -> Iterator[tuple[str, str, list[dict], dict | None]]:
+    """Operator, case, its rows, and ours among them."""
     rows = result["rows"]
     for op, case in dict.fromkeys((row["op"], row["case"]) for row in rows):
         group = [row for row in rows if (row["op"], row["case"]) == (op, case)]
-        own = next((row for row in group if row["ours"]), None)
+        yield op, case, group, next((row for row in group if row["ours"]), None)
+
+
+def _markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *lines)]
+
+
+def table(result: dict) -> list[str]:
+    """A Markdown table with a line for each (operator, case)."""
+    lines = []
+    for op, case, group, own in _groups(result):
         eager = best_rival([row for row in group if row["impl"] != "compile"], op, case)
         compiled = best_rival([row for row in group if row["impl"] == "compile"], op, case)
         rival = best_rival(group, op, case)
-        times, faster = "-", "-"
-        if own and not own["failed"]:
-            times = f"{own['ms'] / own['floor_ms']:.2f}"
-            faster = f"{rival['ms'] / own['ms']:.2f}" if rival else "-"
+        times = f"{own['ms'] / own['floor_ms']:.2f}" if own and not own["failed"] else "-"
         note = f" ({own['impl']})" if own and own["impl"] != "triton" else ""
         floor = f"{group[0]['floor_ms']:.3g}"
-        lines.append((op, case, _ms(own) + note, floor, times, _ms(eager), _ms(compiled), faster))
-    return [f"| {' | '.join(line)} |" for line in lines]
+        lines.append((op, case, _ms(own) + note, floor, times, _ms(eager), _ms(compiled), _faster(own, rival)))
+    return _markdown(HEADER, lines)
+
+
+def flops_table(result: dict) -> list[str]:
+    """The same where operations are counted: TFLOP/s of ours and of each family of rivals."""
+    lines = []
+    for op, case, group, own in _groups(result):
+        rivals = {
+            family: [row for row in group if part in row["impl"] and "+" not in row["impl"]]  # + mask is another matter
+            for family, part in FAMILIES.items()
+        }
+        best = {family: best_rival(rows, op, case) for family, rows in rivals.items()}
+        share = f"{1e14 * tflops(own) / result['matmul_flops_per_second']:.0f}" if own and not own["failed"] else "-"
+        shown = [_tflops(best[family] or next(iter(rows), None)) for family, rows in rivals.items()]
+        against = [_faster(own, rival) for rival in (best["FlexAttention"], best_rival(group, op, case))]
+        lines.append((op, case, _tflops(own), share, *shown, *against))
+    header = ("operator", "case", "ours, TFLOP/s", "% of matmul", *FAMILIES, "x Flex", "x best")
+    return _markdown(header, lines)
+
+
+def _tflops(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    return "failed" if row["failed"] else f"{tflops(row):.0f}"
+
+
+def _faster(own: dict | None, rival: dict | None) -> str:
+    return f"{rival['ms'] / own['ms']:.2f}" if own and rival and not own["failed"] else "-"
 
 
 def _ms(row: dict | None) -> str:
@@ -59,10 +95,11 @@ def section(benchmark: str, folder: Path = RESULTS) -> str:
     for path, result in results(benchmark, folder).items():
         where = result["environment"]
         commit = (where["commit"] or "unknown")[:10] + (" with changes" if where["dirty"] else "")
+        lines = flops_table(result) if "matmul_flops_per_second" in result else table(result)
         unfinished = "" if result["complete"] else " The run was not finished."
         parts.append(
             f"{title(result)}; driver {where['driver']}, CUDA {where['cuda']}, commit {commit}, {where['date'][:10]}."
-            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(table(result)) + "\n"
+            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(lines) + "\n"
         )
     return "\n".join(parts) or "No result has been recorded yet.\n"
 
