@@ -66,7 +66,7 @@ def test_choice_by_length_width_and_direction(hopper):
     assert _choice.choose(*empty(8, 4096, 64), None, None, positions, None, None, 1.0) == []
     assert _choice.choose(*empty(8, 4096, 128), None, None, positions, None, None, 1.0) == ["fa4"]
     packed = [t[0] for t in empty(2**20, 2**20, 64)]
-    assert _choice.choose_varlen(*packed, None, None, None, None, 2047, 2047, None, 1.0) == []
+    assert _choice.choose_varlen(*packed, None, None, None, None, 1791, 1791, None, 1.0) == []
     rest = (None, None, None, None, None, None, 2048, 2048, None, 1.0)
     assert _choice.choose_varlen_backward(packed[0], None, *packed, *rest) == ["fa4"]
 
