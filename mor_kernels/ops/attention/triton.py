@@ -199,8 +199,7 @@ def _backward_q(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """d_q of a tile of rows. For :func:`_backward_kv` it leaves each query's last key, lse to the
-    base 2, and delta."""
+    """d_q of a tile of rows. For :func:`_backward_kv` it leaves each query's last key, lse to the base 2, and delta."""
     pair, tile = _item(pairs, tiles, section)
     b, g = pair // groups, pair % groups
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
@@ -317,7 +316,7 @@ def _backward_kv(
         first = since + (step - head * steps) * BLOCK_M
         inside = first + m < queries
         at = _wide(first)
-        q_tile = _load(q + at * q_token + head * q_head, q_offsets, inside, WIDTH, BLOCK_D)
+        q_tile = _load(q + at * q_token + _wide(head) * q_head, q_offsets, inside, WIDTH, BLOCK_D)
         d_out_tile = _load(d_out + (at * heads + head) * WIDTH, d_out_offsets, inside, WIDTH, BLOCK_D)
         at = statistic + (head * pitch).to(tl.int64) * ALIGN + first
         lse_2 = tl.load(lses_2 + at + m)
