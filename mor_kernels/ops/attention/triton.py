@@ -42,14 +42,15 @@ GAP = tl.constexpr(5)  # and are followed by so many times as much: a tile of 64
 
 
 @triton.jit
-def _item(pairs, tiles, section):
-    """The (sequence, key/value head) pair and the tile of this program. A section of pairs, whose keys and values fit
-    into the L2 cache together, comes after the other; within it a tile of every pair, then the next."""
+def _item(groups, pairs, tiles, section):
+    """The sequence, the key/value head and the tile of this program. A section of (sequence, head) pairs, whose keys
+    and values fit into the L2 cache together, comes after the other; within it a tile of every pair, then the next."""
     item = tl.program_id(0).to(tl.int64)
     before = item // (section * tiles) * section
     size = tl.minimum(section, pairs - before)
     inside = item - before * tiles
-    return before + inside % size, (inside // size).to(tl.int32)
+    pair = before + inside % size
+    return pair // groups, pair % groups, (inside // size).to(tl.int32)
 
 
 @triton.jit
@@ -64,6 +65,15 @@ def _span(b, ends, rows, PACKED: tl.constexpr):
         if ends is not None:
             count = tl.minimum(tl.maximum(tl.load(ends + b).to(tl.int64), 0), count)
     return start, count.to(tl.int32)
+
+
+@triton.jit
+def _sequence(x, b, start, batch, token, PACKED: tl.constexpr):
+    """The first row of sequence b, which is row ``start`` where they are packed."""
+    x += b * batch
+    if PACKED:
+        x += start * token
+    return x
 
 
 @triton.jit
@@ -89,13 +99,15 @@ def _load(x, offsets, inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _keys(
-    x, first, token, offsets, places, fresh, fresh_token, inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr
+    x, first, token, offsets, places, k_start, fresh, own, fresh_token, inside,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or of values from row ``first`` on. Where ``places`` names a query, that one's ``fresh`` row."""
+    """A tile of keys or of values from row ``first`` on; where ``places`` names a query, it is that one's ``fresh`` row.
+    Those of this sequence and head begin at ``own``."""
     at = x + _wide(first) * token + offsets
     if places is not None:
-        place = tl.load(places + first + tl.arange(0, offsets.shape[0]), mask=inside, other=-1)
-        at = tl.where((place >= 0)[:, None], fresh + _offsets(place, fresh_token, BLOCK_D), at)
+        place = tl.load(places + k_start + first + tl.arange(0, offsets.shape[0]), mask=inside, other=-1)
+        at = tl.where((place >= 0)[:, None], fresh + own + _offsets(place, fresh_token, BLOCK_D), at)
     return _load(at, 0, inside, WIDTH, BLOCK_D)
 
 
@@ -126,35 +138,29 @@ def _forward(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. The last tiles see most keys and come first."""
-    pair, tile = _item(pairs, tiles, section)
-    b, g = pair // groups, pair % groups
+    b, g, tile = _item(groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = row // GROUP, g * GROUP + row % GROUP
     valid = query < queries
-    q += b * q_batch
-    k += b * k_batch + g * k_head
-    v += b * v_batch + g * v_head
-    if places is not None:
-        places += k_start
-        k_fresh += (q_start * groups + g) * WIDTH
-        v_fresh += (q_start * groups + g) * WIDTH
-    if PACKED:
-        q += q_start * q_token
-        k += k_start * k_token
-        v += k_start * v_token
+    q = _sequence(q, b, q_start, q_batch, q_token, PACKED)
+    k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
+    v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
     position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
     q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
+    own = (q_start * groups + g) * WIDTH
     k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), LEAST, tl.float32)
     for first in tl.range(0, seen, BLOCK_N):
         key = first + n
-        k_tile = _keys(k, first, k_token, k_offsets, places, k_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
+        k_tile = _keys(
+            k, first, k_token, k_offsets, places, k_start, k_fresh, own, groups * WIDTH, key < seen, WIDTH, BLOCK_D
+        )  # fmt: skip
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if first >= shared:
             s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
@@ -162,7 +168,9 @@ def _forward(
         p = tl.exp2(s * (scale * LOG2_E) - new_largest[:, None])
         fade = tl.exp2(largest - new_largest)
         total = total * fade + tl.sum(p, 1)
-        v_tile = _keys(v, first, v_token, v_offsets, places, v_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
+        v_tile = _keys(
+            v, first, v_token, v_offsets, places, k_start, v_fresh, own, groups * WIDTH, key < seen, WIDTH, BLOCK_D
+        )  # fmt: skip
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
         largest = new_largest
     some = valid & (position >= 0)
@@ -200,24 +208,15 @@ def _backward_q(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_q of a tile of rows. For :func:`_backward_kv` it leaves each query's last key, lse to the base 2, and delta."""
-    pair, tile = _item(pairs, tiles, section)
-    b, g = pair // groups, pair % groups
+    b, g, tile = _item(groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = row // GROUP, g * GROUP + row % GROUP
     valid = query < queries
-    q += b * q_batch
-    k += b * k_batch + g * k_head
-    v += b * v_batch + g * v_head
-    if places is not None:
-        places += k_start
-        k_fresh += (q_start * groups + g) * WIDTH
-        v_fresh += (q_start * groups + g) * WIDTH
-    if PACKED:
-        q += q_start * q_token
-        k += k_start * k_token
-        v += k_start * v_token
+    q = _sequence(q, b, q_start, q_batch, q_token, PACKED)
+    k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
+    v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
     position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
     heads = groups * GROUP
@@ -237,12 +236,17 @@ def _backward_q(
     if g == 0:
         tl.store(lasts + _aligned(b, 0, q_start, 1, pitch, PACKED) + query, position, mask=valid & (head == 0))
     n = tl.arange(0, BLOCK_N)
+    own = (q_start * groups + g) * WIDTH
     k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in tl.range(0, seen, BLOCK_N):
         key = first + n
-        k_tile = _keys(k, first, k_token, k_offsets, places, k_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
-        v_tile = _keys(v, first, v_token, v_offsets, places, v_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
+        k_tile = _keys(
+            k, first, k_token, k_offsets, places, k_start, k_fresh, own, groups * WIDTH, key < seen, WIDTH, BLOCK_D
+        )  # fmt: skip
+        v_tile = _keys(
+            v, first, v_token, v_offsets, places, k_start, v_fresh, own, groups * WIDTH, key < seen, WIDTH, BLOCK_D
+        )  # fmt: skip
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
         d_s = tl.exp2(s * (scale * LOG2_E) - lse_2[:, None]) * (d_p - delta[:, None])
@@ -278,22 +282,13 @@ def _backward_kv(
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of a tile of keys. The first keys are seen most and come first."""
-    pair, tile = _item(pairs, tiles, section)
-    b, g = pair // groups, pair % groups
+    b, g, tile = _item(groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    q += b * q_batch + g * GROUP * q_head
-    k += b * k_batch + g * k_head
-    v += b * v_batch + g * v_head
-    if places is not None:
-        places += k_start
-        k_fresh += (q_start * groups + g) * WIDTH
-        v_fresh += (q_start * groups + g) * WIDTH
-    if PACKED:
-        q += q_start * q_token
-        k += k_start * k_token
-        v += k_start * v_token
+    q = _sequence(q + g * GROUP * q_head, b, q_start, q_batch, q_token, PACKED)
+    k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
+    v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
     heads = groups * GROUP
     d_out += (q_start * heads + g * GROUP) * WIDTH
     lasts += _aligned(b, 0, q_start, 1, pitch, PACKED)
@@ -303,9 +298,14 @@ def _backward_kv(
     since = since // ALIGN * ALIGN
     n = tl.arange(0, BLOCK_N)
     first_key = tile * BLOCK_N
+    own = (q_start * groups + g) * WIDTH
     k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
-    k_tile = _keys(k, first_key, k_token, k_offsets, places, k_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
-    v_tile = _keys(v, first_key, v_token, v_offsets, places, v_fresh, groups * WIDTH, key < seen, WIDTH, BLOCK_D)
+    k_tile = _keys(
+        k, first_key, k_token, k_offsets, places, k_start, k_fresh, own, groups * WIDTH, key < seen, WIDTH, BLOCK_D
+    )  # fmt: skip
+    v_tile = _keys(
+        v, first_key, v_token, v_offsets, places, k_start, v_fresh, own, groups * WIDTH, key < seen, WIDTH, BLOCK_D
+    )  # fmt: skip
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     m = tl.arange(0, BLOCK_M)
@@ -334,8 +334,8 @@ def _backward_kv(
     written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
     some = (key < keys)[:, None]
     if places is not None:
-        place = tl.load(places + key, mask=key < keys, other=-1)
-        fresh = ((q_start + place) * groups + g)[:, None] * WIDTH + d[None, :]
+        place = tl.load(places + k_start + key, mask=key < keys, other=-1)
+        fresh = own + _offsets(place, groups * WIDTH, BLOCK_D)
         replaced = (place >= 0)[:, None] & (d < WIDTH)[None, :]
         tl.store(d_k_fresh + fresh, (acc_k * scale).to(d_k.dtype.element_ty), mask=replaced)
         tl.store(d_v_fresh + fresh, acc_v.to(d_v.dtype.element_ty), mask=replaced)
