@@ -102,8 +102,8 @@ def _keys(
     x, first, token, offsets, places, k_start, fresh, own, fresh_token, inside,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or of values from row ``first`` on; where ``places`` names a query, it is that one's ``fresh`` row.
-    Those of this sequence and head begin at ``own``."""
+    """A tile of keys or of values from row ``first`` on; where ``places`` names a query, its ``fresh`` row. Those of this
+    sequence and head begin at ``own``."""
     at = x + _wide(first) * token + offsets
     if places is not None:
         place = tl.load(places + k_start + first + tl.arange(0, offsets.shape[0]), mask=inside, other=-1)
