@@ -102,8 +102,8 @@ def _keys(
     x, first, token, offsets, places, k_start, fresh, own, fresh_token, inside,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or of values from row ``first`` on; where ``places`` names a query, its ``fresh`` row. Those of this
-    sequence and head begin at ``own``."""
+    """A tile of keys or of values from row ``first`` on; where ``places`` names a query, its ``fresh`` row. Those of
+    this sequence and head begin at ``own``."""
     at = x + _wide(first) * token + offsets
     if places is not None:
         place = tl.load(places + k_start + first + tl.arange(0, offsets.shape[0]), mask=inside, other=-1)
@@ -407,6 +407,8 @@ def settings(width: int, exact: bool, device: torch.device) -> Settings:
 
 SECTION_BYTES = 2**24  # of keys and values (or queries and gradients) that share the L2 cache
 CHUNK = 1024  # positions that are compared at once
+# Triton 3.2 fails to compile loops whose loads depend on loads, unless they are not pipelined; 3.6 is the first tried.
+PIPELINES_INDIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
 class _Call:
@@ -452,11 +454,12 @@ class _Call:
         pairs = self.batch * self.groups
         if not pairs * tiles:
             return
+        pipelined = self.k_fresh is None or PIPELINES_INDIRECT
         section = min(pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
         kernel[(pairs * tiles,)](
             *arguments, *self.strides, self.groups, pairs, tiles, section, self.q_rows, self.k_rows, self.pitch,
             **self.constants, **constants, BLOCK_M=setting.rows, BLOCK_N=setting.keys,
-            num_warps=setting.num_warps, num_stages=setting.num_stages, maxnreg=setting.registers,
+            num_warps=setting.num_warps, num_stages=setting.num_stages if pipelined else 1, maxnreg=setting.registers,
         )  # fmt: skip
 
     def inputs(self):
