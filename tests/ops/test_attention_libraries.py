@@ -91,6 +91,13 @@ def test_what_a_library_takes():
         assert "float16, not torch.float32" in refuses(*[q.float()] * 3, *PLAIN)
         assert "multiples of 8, not 60" in refuses(*[q[..., :60]] * 3, *PLAIN)
         assert refuses(*[q[:, :0]] * 3, *PLAIN) is not None
+        odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
+        for other in (
+            odd,
+            q.transpose(-1, -2).contiguous().transpose(-1, -2),
+            torch.empty(2, 8, 4, 66).to(q)[..., :64],
+        ):
+            assert "16 bytes" in refuses(q, other, q, *PLAIN)
     assert "positions" in _choice.cudnn_refuses(q, k, k, None, None, positions, None, None, 1.0)
     assert _choice.fa4_refuses(q, k, k, None, None, positions, None, None, 1.0) is None
     assert "log-sum-exp" in _choice.cudnn_refuses_backward(q, lens, q, q, q, None, None, q, lens, *PLAIN[2:])
