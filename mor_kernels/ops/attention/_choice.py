@@ -22,13 +22,15 @@ def triton_refuses(first, *_):
     )
 
 
-def _library_refuses(q, k, v):
+def _library_refuses(q, k, v, scale):
     if q.dtype not in HALVES:
         return f"it computes in bfloat16 and float16, not {q.dtype}"
     if q.shape[-1] > 128 or q.shape[-1] % 8:
         return f"it takes heads of width up to 128 that are multiples of 8, not {q.shape[-1]}"
     if q.numel() == 0:
         return "there is nothing to compute"
+    if scale <= 0:
+        return f"it takes a softmax_scale > 0, not {scale}"
     for t in (q, k, v):
         if t.stride(-1) != 1 or t.data_ptr() % 16 or any(n * t.element_size() % 16 for n in t.stride()[:-1]):
             return "it reads 16 bytes at once, which must lie together and begin at a multiple of 16"
@@ -38,7 +40,7 @@ def _library_refuses(q, k, v):
 def cudnn_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
     if not _plain(q, k, q_positions, q_lens, k_lens):
         return "it takes as many queries as keys, causal by their index, without positions and lengths"
-    return _library_refuses(q, k, v)
+    return _library_refuses(q, k, v, scale)
 
 
 def cudnn_refuses_backward(d_out, d_lse, *arguments):
@@ -57,7 +59,7 @@ def fa4_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
         or k_lens is not None
     ):
         return "it takes positions or as many queries as keys, causal by their index, and no lengths"
-    return "it has no keys" if k.numel() == 0 else _library_refuses(q, k, v)
+    return "it has no keys" if k.numel() == 0 else _library_refuses(q, k, v, scale)
 
 
 def fa4_refuses_backward(*arguments):
@@ -65,10 +67,10 @@ def fa4_refuses_backward(*arguments):
 
 
 def fa4_refuses_varlen(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, *rest):
-    *_, q_positions, _ = rest
+    *_, q_positions, scale = rest
     if q_positions is not None or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
         return "it takes one tensor of cu_seqlens for queries and keys, and no positions"
-    return _library_refuses(q, k, v)
+    return _library_refuses(q, k, v, scale)
 
 
 def fa4_refuses_varlen_backward(*arguments):

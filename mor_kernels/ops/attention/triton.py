@@ -39,6 +39,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
 ALIGN = tl.constexpr(16)  # the backward's statistics of a sequence begin at a multiple of so many rows,
 GAP = tl.constexpr(5)  # and are followed by so many times as much: a tile of 64 that begins at the last row ends there
+PLANES = tl.constexpr(4)  # lse, delta, and two that are not there
 
 
 @triton.jit
@@ -198,10 +199,16 @@ def _aligned(b, head, q_start, heads, pitch, PACKED: tl.constexpr):
     return (b * heads + head) * pitch * ALIGN
 
 
+@triton.jit
+def _planes(row):
+    """Where the lse of a row stands. Its delta follows ALIGN later: so many of each lie side by side."""
+    return row // ALIGN * (2 * ALIGN) + row % ALIGN
+
+
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _backward_q(
     d_out, d_lse, q, k, v, k_fresh, v_fresh, places, positions, q_ends, k_ends,
-    out, lse, d_q, lasts, lses_2, deltas, scale,
+    out, lse, d_q, lasts, statistics, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows, pitch,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -230,9 +237,9 @@ def _backward_q(
         delta -= tl.load(d_lse + statistic, mask=valid, other=0.0)
     lse_2 = tl.load(lse + statistic, mask=valid, other=float("inf")) * LOG2_E
     lse_2 = tl.where(position >= 0, lse_2, float("inf"))  # what sees nothing: p = exp2(s - inf) = 0
-    at_aligned = _aligned(b, head, q_start, heads, pitch, PACKED) + query
-    tl.store(lses_2 + at_aligned, lse_2, mask=valid)
-    tl.store(deltas + at_aligned, delta, mask=valid)
+    statistics += _planes(_aligned(b, head, q_start, heads, pitch, PACKED) + query)
+    tl.store(statistics, lse_2, mask=valid)
+    tl.store(statistics + ALIGN, delta, mask=valid)
     if g == 0:
         tl.store(lasts + _aligned(b, 0, q_start, 1, pitch, PACKED) + query, position, mask=valid & (head == 0))
     n = tl.arange(0, BLOCK_N)
@@ -274,7 +281,7 @@ def _seeing(lasts, queries, first_key, last_key, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows", "pitch"])
 def _backward_kv(
-    d_out, q, k, v, k_fresh, v_fresh, places, q_ends, k_ends, lasts, lses_2, deltas,
+    d_out, q, k, v, k_fresh, v_fresh, places, q_ends, k_ends, lasts, statistics,
     d_k, d_v, d_k_fresh, d_v_fresh, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     groups, pairs, tiles, section, q_rows, k_rows, pitch,
@@ -292,7 +299,7 @@ def _backward_kv(
     heads = groups * GROUP
     d_out += (q_start * heads + g * GROUP) * WIDTH
     lasts += _aligned(b, 0, q_start, 1, pitch, PACKED)
-    statistic = _aligned(b, g * GROUP, q_start, heads, pitch, PACKED)
+    statistics += 2 * _aligned(b, g * GROUP, q_start, heads, pitch, PACKED)
     last_key = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
     since, always, seen = _seeing(lasts, queries, tile * BLOCK_N, last_key, CHUNK)
     since = since // ALIGN * ALIGN
@@ -310,17 +317,21 @@ def _backward_kv(
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     m = tl.arange(0, BLOCK_M)
     q_offsets, d_out_offsets = _offsets(m, q_token, BLOCK_D), _offsets(m, heads * WIDTH, BLOCK_D)
-    steps = tl.cdiv(queries - since, BLOCK_M)
-    for step in tl.range(0, steps * GROUP):
-        head = step // steps
-        first = since + (step - head * steps) * BLOCK_M
+    # Planes that are not there make it as many elements as threads, which load each but once. Of fewer elements Triton
+    # lets every thread load all that it needs: more instructions than for q and d_out.
+    plane = tl.arange(0, PLANES)[:, None]
+    plane_offsets, there = plane * ALIGN + _planes(m)[None, :], (plane < 2) & (m >= 0)[None, :]
+    head, first = 0, since
+    for _ in tl.range(0, tl.cdiv(queries - since, BLOCK_M) * GROUP):
         inside = first + m < queries
         at = _wide(first)
         q_tile = _load(q + at * q_token + _wide(head) * q_head, q_offsets, inside, WIDTH, BLOCK_D)
         d_out_tile = _load(d_out + (at * heads + head) * WIDTH, d_out_offsets, inside, WIDTH, BLOCK_D)
-        at = statistic + (head * pitch).to(tl.int64) * ALIGN + first
-        lse_2 = tl.load(lses_2 + at + m)
-        delta = tl.load(deltas + at + m)
+        at = statistics + 2 * (_wide(head * pitch) * ALIGN + first)
+        planes = tl.trans(tl.load(at + plane_offsets, mask=there, other=0.0))
+        even, odd = tl.split(tl.reshape(planes, (BLOCK_M, PLANES // 2, 2)))
+        lse_2, _ = tl.split(even)
+        delta, _ = tl.split(odd)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
         if first < always:
@@ -329,6 +340,9 @@ def _backward_kv(
         acc_v = tl.dot(p.to(d_out_tile.dtype), d_out_tile, acc_v, input_precision=PRECISION)
         d_s = p * (d_p - delta[None, :])
         acc_k = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
+        first += BLOCK_M
+        ended = first >= queries
+        head, first = tl.where(ended, head + 1, head), tl.where(ended, since, first)
     d = tl.arange(0, BLOCK_D)
     at = ((k_start + key) * groups + g)[:, None] * WIDTH + d[None, :]
     written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
@@ -375,7 +389,7 @@ class Settings(NamedTuple):
 # By the padded head width, for 2-byte elements. On an H100, measured.
 SM_90 = {
     32: Settings(Setting(64, 64, 4, 3, 96), Setting(64, 64, 4, 3), Setting(64, 64, 4, 3, 168)),
-    64: Settings(Setting(64, 64, 4, 3, 128), Setting(64, 64, 4, 2, 128), Setting(64, 64, 4, 3)),
+    64: Settings(Setting(64, 64, 4, 3, 128), Setting(64, 64, 4, 3, 128), Setting(32, 64, 4, 3, 168)),
     128: Settings(Setting(128, 128, 8, 3), Setting(128, 64, 8, 3), Setting(64, 128, 8, 3)),
     256: Settings(Setting(128, 32, 8, 3), Setting(128, 32, 8, 2), Setting(32, 32, 4, 2)),
 }
@@ -415,8 +429,8 @@ class _Call:
     """What the kernels of one call have in common."""
 
     def __init__(self, q, k, v, k_fresh, v_fresh, q_positions, q_ends, k_ends, scale, longest=None):
-        if scale < 0:  # the kernels take maxima before they scale
-            q, scale = -q, -scale
+        if scale <= 0:  # the kernels take maxima before they scale, and scale what is masked, -inf, too
+            q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         self.packed = longest is not None
         self.heads, self.width = q.shape[-2:]
@@ -491,9 +505,7 @@ class _Call:
         inputs = self.inputs()
         rows = (1 if self.packed else self.batch) * self.pitch * ALIGN.value
         # zeros, since tiles go past the last query: q and d_out are taken for zeros there, statistics are not masked
-        lasts = lse.new_empty(rows, dtype=torch.int32)
-        lses_2, deltas = lse.new_zeros(2, self.heads * rows)
-        statistics = lasts, lses_2, deltas
+        statistics = lse.new_empty(rows, dtype=torch.int32), lse.new_zeros(2 * self.heads * rows)
         self.launch(
             _backward_q, self.settings.backward_q,
             d_out, d_lse, *inputs, self.positions, *self.ends, out, lse, d_q, *statistics, self.scale,
@@ -536,6 +548,6 @@ def attention_varlen_backward(
 
 
 def _signed(scale, gradients):
-    """d_q of what went in as -q."""
+    """d_q of what went in as -q, or as zeros."""
     d_q, *others = gradients
-    return -d_q if scale < 0 else d_q, *others
+    return d_q if scale > 0 else -d_q if scale < 0 else torch.zeros_like(d_q), *others
