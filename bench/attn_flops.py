@@ -245,7 +245,7 @@ def packed(attend: Callable, s, **options):
     return lambda q, k, v: attend(q, k, v, s.cu_seqlens, s.cu_seqlens, s.longest, s.longest, **options)
 
 
-def own(backend: str, s):
+def own(backend: str | None, s):
     if s.cu_seqlens is None:
         return functools.partial(ops.attention, q_positions=s.positions, backend=backend)
     return packed(ops.attention_varlen, s, backend=backend)
@@ -349,7 +349,7 @@ def torch_varlen_options(attend: Callable) -> dict:
 def make_cases(shapes: list[Shape], device: str = "cuda", compiled: Callable = COMPILE) -> list[Case]:
     if device == "cuda":
         rivals, missing = gpu_rivals(compiled)
-        ours = [Way("triton", functools.partial(own, "triton"), ours=True)]
+        ours = [Way(name or "default", functools.partial(own, name), ours=True) for name in ("triton", None)]
         if missing:
             print(f"left out, since they can't be imported: {', '.join(missing)}", flush=True)
     else:

@@ -39,7 +39,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
 ALIGN = tl.constexpr(16)  # the backward's statistics of a sequence begin at a multiple of so many rows,
 GAP = tl.constexpr(5)  # and are followed by so many times as much: a tile of 64 that begins at the last row ends there
-PLANES = tl.constexpr(4)  # lse, delta, and two that are not there
+PLANES = tl.constexpr(4)  # of statistics in a tile: lse, delta, and two that are not there
 
 
 @triton.jit
@@ -148,9 +148,9 @@ def _forward(
     q = _sequence(q, b, q_start, q_batch, q_token, PACKED)
     k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
     v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
+    q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
     position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
-    q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     own = (q_start * groups + g) * WIDTH
     k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
@@ -224,13 +224,13 @@ def _backward_q(
     q = _sequence(q, b, q_start, q_batch, q_token, PACKED)
     k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
     v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
-    position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
-    shared, seen = _visible(position, valid, keys, BLOCK_N)
     heads = groups * GROUP
     q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
     at = _offsets((q_start + query) * heads + head, WIDTH, BLOCK_D)
     d_out_tile = _load(d_out, at, valid, WIDTH, BLOCK_D)
     out_tile = _load(out, at, valid, WIDTH, BLOCK_D)
+    position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
+    shared, seen = _visible(position, valid, keys, BLOCK_N)
     statistic = _statistic(q_start, q_rows, heads, PACKED) + head * q_rows.to(tl.int64) + query
     delta = tl.sum(d_out_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if d_lse is not None:
@@ -317,21 +317,24 @@ def _backward_kv(
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     m = tl.arange(0, BLOCK_M)
     q_offsets, d_out_offsets = _offsets(m, q_token, BLOCK_D), _offsets(m, heads * WIDTH, BLOCK_D)
-    # Planes that are not there make it as many elements as threads, which load each but once. Of fewer elements Triton
-    # lets every thread load all that it needs: more instructions than for q and d_out.
+    # The planes that are not there make it as many elements as there are threads, which load each element once. Of
+    # fewer, every thread would load all that it needs: more instructions than q and d_out take together.
     plane = tl.arange(0, PLANES)[:, None]
     plane_offsets, there = plane * ALIGN + _planes(m)[None, :], (plane < 2) & (m >= 0)[None, :]
-    head, first = 0, since
-    for _ in tl.range(0, tl.cdiv(queries - since, BLOCK_M) * GROUP):
+    q += _wide(since) * q_token
+    d_out += _wide(since) * heads * WIDTH
+    statistics += 2 * _wide(since)
+    steps = tl.cdiv(queries - since, BLOCK_M)
+    back = (steps - 1) * BLOCK_M
+    first = since
+    for _ in tl.range(0, steps * GROUP):  # tile after tile, head after head
         inside = first + m < queries
-        at = _wide(first)
-        q_tile = _load(q + at * q_token + _wide(head) * q_head, q_offsets, inside, WIDTH, BLOCK_D)
-        d_out_tile = _load(d_out + (at * heads + head) * WIDTH, d_out_offsets, inside, WIDTH, BLOCK_D)
-        at = statistics + 2 * (_wide(head * pitch) * ALIGN + first)
-        planes = tl.trans(tl.load(at + plane_offsets, mask=there, other=0.0))
+        q_tile = _load(q, q_offsets, inside, WIDTH, BLOCK_D)
+        d_out_tile = _load(d_out, d_out_offsets, inside, WIDTH, BLOCK_D)
+        planes = tl.trans(tl.load(statistics + plane_offsets, mask=there, other=0.0))
         even, odd = tl.split(tl.reshape(planes, (BLOCK_M, PLANES // 2, 2)))
-        lse_2, _ = tl.split(even)
-        delta, _ = tl.split(odd)
+        lse_2, absent = tl.split(even)
+        delta, absent = tl.split(odd)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
         if first < always:
@@ -342,7 +345,10 @@ def _backward_kv(
         acc_k = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
         first += BLOCK_M
         ended = first >= queries
-        head, first = tl.where(ended, head + 1, head), tl.where(ended, since, first)
+        q += tl.where(ended, q_head - back * _wide(q_token), BLOCK_M * _wide(q_token))
+        d_out += tl.where(ended, WIDTH - back * _wide(heads * WIDTH), BLOCK_M * _wide(heads * WIDTH))
+        statistics += tl.where(ended, 2 * (_wide(pitch) * ALIGN - back), 2 * BLOCK_M)
+        first = tl.where(ended, since, first)
     d = tl.arange(0, BLOCK_D)
     at = ((k_start + key) * groups + g)[:, None] * WIDTH + d[None, :]
     written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
