@@ -105,6 +105,10 @@ def test_what_a_library_takes():
     packed, cu = q[0], torch.tensor([0, 3, 8], dtype=torch.int32)
     assert _choice.fa4_refuses_varlen(*[packed] * 3, None, None, cu, cu, 5, 5, None, 1.0) is None
     assert "cu_seqlens" in _choice.fa4_refuses_varlen(*[packed] * 3, None, None, cu, cu.clone(), 5, 5, None, 1.0)
+    for scale in (0.0, -1.0):  # they take maxima before they scale
+        for refuses in (_choice.cudnn_refuses, _choice.fa4_refuses):
+            assert "softmax_scale" in refuses(q, q, q, *PLAIN[:-1], scale)
+        assert "softmax_scale" in _choice.fa4_refuses_varlen(*[packed] * 3, None, None, cu, cu, 5, 5, None, scale)
 
 
 def test_a_named_library_that_cannot_is_not_replaced():
