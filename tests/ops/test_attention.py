@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mor_kernels import ops
@@ -129,6 +129,7 @@ on_triton = pytest.mark.parametrize(("device", "backend"), only_triton, ids=lamb
     queries=st.integers(1, 36), keys=st.integers(1, 36), heads=st.sampled_from([(2, 2), (3, 1), (5, 1)]), seed=s.seeds,
     dtype=st.sampled_from([torch.float32, torch.float16]), positioned=st.booleans(), ragged=st.booleans(),
 )  # fmt: skip
+@example(queries=32, keys=33, heads=(3, 1), seed=0, dtype=torch.float32, positioned=False, ragged=False)  # whole tiles
 def test_many_tiles(device, backend, many_tiles, queries, keys, heads, seed, dtype, positioned, ragged):
     """Skipped, masked and wholly visible tiles; rows of a tile that end inside a query's group."""
     lengths = queries * many_tiles, keys * many_tiles
