@@ -148,6 +148,7 @@ def _forward(
     q = _sequence(q, b, q_start, q_batch, q_token, PACKED)
     k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
     v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
+    # loaded before the positions, whose extremes must be waited for
     q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
     position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
@@ -225,6 +226,7 @@ def _backward_q(
     k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
     v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
     heads = groups * GROUP
+    # loaded before the positions, as in the forward
     q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
     at = _offsets((q_start + query) * heads + head, WIDTH, BLOCK_D)
     d_out_tile = _load(d_out, at, valid, WIDTH, BLOCK_D)
@@ -327,7 +329,7 @@ def _backward_kv(
     steps = tl.cdiv(queries - since, BLOCK_M)
     back = (steps - 1) * BLOCK_M
     first = since
-    for _ in tl.range(0, steps * GROUP):  # tile after tile, head after head
+    for _ in tl.range(0, steps * GROUP):  # tile after tile, head after head, without a division
         inside = first + m < queries
         q_tile = _load(q, q_offsets, inside, WIDTH, BLOCK_D)
         d_out_tile = _load(d_out, d_out_offsets, inside, WIDTH, BLOCK_D)
