@@ -478,11 +478,12 @@ def test_curves_that_are_drawn(tmp_path, monkeypatch):
 
 def test_loss_falls_below_the_unigram_entropy(make_model, make_config):
     model = make_model(**EXPERT, initializer_range=0.05)
-    trainer = train(model, make_config(steps=80, batch_size=8, sequence_length=64, learning_rate=3e-2, log_every=20,
-                                       eval_every=80, checkpoint_every=80))
+    trainer = train(model, make_config(steps=120, batch_size=8, sequence_length=64, learning_rate=1e-2, log_every=20,
+                                       eval_every=120, checkpoint_every=120))
     last = metrics(trainer)[-1]
-    assert last["validation_loss"] < trainer.unigram_entropy - 0.1
-    assert last["validation_loss_topk"] < trainer.unigram_entropy - 0.1
+    # 0.7 to 1.1 nats below it, with five seeds and the texts of two Pythons
+    assert last["validation_loss"] < trainer.unigram_entropy - 0.3
+    assert last["validation_loss_topk"] < trainer.unigram_entropy - 0.3
 
 
 def test_importing_needs_no_optional_package():
