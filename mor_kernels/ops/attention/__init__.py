@@ -177,8 +177,8 @@ def attention(
         softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp of the scaled scores, (B, H, Tq) fp32, -inf where nothing is seen.
         backend: "eager", "triton", or a library behind this op: "cudnn" (PyTorch's; as many queries as keys, without
-            positions) or "fa4" (flash-attn-4, Hopper), both without lengths. Default: the fastest as measured
-            (``_choice.py``); our own kernels in deterministic mode.
+            positions) or "fa4" (flash-attn-4, Hopper), both without lengths and for a scale > 0. Default: the fastest
+            as measured (``_choice.py``); our own kernels in deterministic mode.
 
     Returns:
         (B, Tq, H, d), dtype of q (the autocast dtype under autocast); zeros where a query sees nothing. With

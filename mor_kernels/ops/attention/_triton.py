@@ -36,6 +36,19 @@ def clear_tail(cu_seqlens, value, *packed):
             )
 
 
+def cleared(cu_seqlens_q, out, lse):
+    """Both, where no sequence is: zeros, and nothing seen."""
+    clear_tail(cu_seqlens_q, 0.0, out)
+    clear_tail(cu_seqlens_q, -float("inf"), lse.T)
+    return out, lse
+
+
+def cleared_gradients(cu_seqlens_q, cu_seqlens_k, d_q, d_k, d_v):
+    clear_tail(cu_seqlens_q, 0.0, d_q)
+    clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
+    return d_q, d_k, d_v
+
+
 @triton.jit(do_not_specialize=["queries", "keys"])
 def _block_lists(
     positions, counts, partial, full, queries, keys,

@@ -15,7 +15,7 @@ from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-from ._triton import BLOCK, block_lists, clear_tail
+from ._triton import BLOCK, block_lists, cleared, cleared_gradients
 
 
 @cute.jit
@@ -55,10 +55,7 @@ def attention_varlen(
     q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
 ):
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **packed)[:2]
-    clear_tail(cu_seqlens_q, 0.0, out)
-    clear_tail(cu_seqlens_q, -float("inf"), lse.T)
-    return out, lse
+    return cleared(cu_seqlens_q, *_flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **packed)[:2])
 
 
 def attention_varlen_backward(
@@ -66,7 +63,5 @@ def attention_varlen_backward(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale,
 ):  # fmt: skip
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    d_q, d_k, d_v = _flash_attn_bwd(q, k, v, out, d_out.contiguous(), lse, scale, dlse=d_lse, **packed)[:3]
-    clear_tail(cu_seqlens_q, 0.0, d_q)
-    clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
-    return d_q, d_k, d_v, q.new_empty(0), q.new_empty(0)
+    gradients = _flash_attn_bwd(q, k, v, out, d_out.contiguous(), lse, scale, dlse=d_lse, **packed)[:3]
+    return *cleared_gradients(cu_seqlens_q, cu_seqlens_k, *gradients), q.new_empty(0), q.new_empty(0)

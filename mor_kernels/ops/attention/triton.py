@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .._triton import contiguous
-from ._triton import clear_tail
+from ._triton import cleared, cleared_gradients
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -294,7 +294,9 @@ def _backward_kv(
     b, g, tile = _item(groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    first_key = tile * BLOCK_N
+    key = first_key + n
     q = _sequence(q + g * GROUP * q_head, b, q_start, q_batch, q_token, PACKED)
     k = _sequence(k + g * k_head, b, k_start, k_batch, k_token, PACKED)
     v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
@@ -302,11 +304,9 @@ def _backward_kv(
     d_out += (q_start * heads + g * GROUP) * WIDTH
     lasts += _aligned(b, 0, q_start, 1, pitch, PACKED)
     statistics += 2 * _aligned(b, g * GROUP, q_start, heads, pitch, PACKED)
-    last_key = tl.minimum((tile + 1) * BLOCK_N, keys) - 1
-    since, always, seen = _seeing(lasts, queries, tile * BLOCK_N, last_key, CHUNK)
+    last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
+    since, always, seen = _seeing(lasts, queries, first_key, last_key, CHUNK)
     since = since // ALIGN * ALIGN
-    n = tl.arange(0, BLOCK_N)
-    first_key = tile * BLOCK_N
     own = (q_start * groups + g) * WIDTH
     k_offsets, v_offsets = _offsets(n, k_token, BLOCK_D), _offsets(n, v_token, BLOCK_D)
     k_tile = _keys(
@@ -537,10 +537,8 @@ def attention_varlen(
     q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
 ):
     longest = max_seqlen_q, max_seqlen_k
-    out, lse = _Call(q, k, v, k_fresh, v_fresh, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest).forward()
-    clear_tail(cu_seqlens_q, 0.0, out)
-    clear_tail(cu_seqlens_q, -float("inf"), lse.T)
-    return out, lse
+    call = _Call(q, k, v, k_fresh, v_fresh, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest)
+    return cleared(cu_seqlens_q, *call.forward())
 
 
 def attention_varlen_backward(
@@ -550,9 +548,7 @@ def attention_varlen_backward(
     longest = max_seqlen_q, max_seqlen_k
     call = _Call(q, k, v, k_fresh, v_fresh, q_positions, cu_seqlens_q, cu_seqlens_k, scale, longest)
     d_q, d_k, d_v, *d_fresh = call.backward(d_out, d_lse, out, lse)
-    clear_tail(cu_seqlens_q, 0.0, d_q)
-    clear_tail(cu_seqlens_k, 0.0, d_k, d_v)
-    return _signed(scale, (d_q, d_k, d_v, *d_fresh))
+    return _signed(scale, (*cleared_gradients(cu_seqlens_q, cu_seqlens_k, d_q, d_k, d_v), *d_fresh))
 
 
 def _signed(scale, gradients):
