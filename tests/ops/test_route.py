@@ -118,11 +118,9 @@ def small_chunks(backend, monkeypatch, **sizes):
 
 
 @s.targets("route")
-@pytest.mark.parametrize(
-    ("nested", "ready", "logits"),
-    [(both, both, logits) for both in (False, True) for logits in ("tied", "normal", "close", "equal", "unknown")]
-    + [(True, False, "tied"), (False, True, "tied")],
-)
+@pytest.mark.parametrize("logits", ["tied", "normal", "close", "equal", "unknown"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
 def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, ready, monkeypatch):
     """The same choice where a sequence is more than what one program of a kernel selects among, whichever of its bits
     tell the logits apart."""
