@@ -37,7 +37,7 @@ def report() -> dict:
         "packages": {name: _version(name) for name in PACKAGES},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "backends": {
-            name: _dispatch.unavailable(name, device=device) for name in (*_dispatch.BACKENDS, *_dispatch.LIBRARIES)
+            name: _dispatch.unavailable(name, device=device) for name in (*_dispatch.BACKENDS, *_dispatch.SPECIALISTS)
         },
     }
 

@@ -18,9 +18,10 @@ DTYPES = (torch.float32, *HALVES, torch.float64)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-def targets(op: str):
-    """Parametrize a test over every (device, backend) of this machine that serves ``op``."""
-    found = [(d, b) for d in DEVICES for b in BACKENDS if unavailable(b, op, d) is None]
+def targets(op: str, *specialists: str):
+    """Parametrize a test over every (device, backend) of this machine that serves ``op``; with ``specialists``, if the
+    test draws what they take."""
+    found = [(d, b) for d in DEVICES for b in (*BACKENDS, *specialists) if unavailable(b, op, d) is None]
     return pytest.mark.parametrize(("device", "backend"), found, ids=lambda name: name)
 
 
@@ -28,6 +29,11 @@ def assume_served(device, backend, dtype):
     """Skip a drawn dtype that the backend leaves to eager (fp64) or that Triton's interpreter rounds wrongly (bf16)."""
     assume(backend == "eager" or dtype != torch.float64)
     assume((device, backend) != ("cpu", "triton") or dtype != torch.bfloat16)
+
+
+def small_heads(backend):
+    """A width and a dtype that a backend takes, as small and as wide as it does."""
+    return (64, torch.bfloat16) if backend == "hopper" else (4, torch.float32)
 
 
 sizes = st.integers(1, 9)

@@ -16,7 +16,7 @@ def test_report_is_plain_values_and_true():
     assert report["torch"] == torch.__version__
     assert len(report["gpus"]) == torch.cuda.device_count()
     assert report["packages"]["numpy"]
-    assert list(report["backends"]) == [*_dispatch.BACKENDS, *_dispatch.LIBRARIES]
+    assert list(report["backends"]) == [*_dispatch.BACKENDS, *_dispatch.SPECIALISTS]
     assert report["backends"]["eager"] is None
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-BACKENDS = ("eager", "triton", "cuda")  # our own
-LIBRARIES = {"cudnn": None, "fa4": "flash_attn.cute"}  # others' kernels behind an op of ours, and the module they need
+BACKENDS = ("eager", "triton", "cuda")
+SPECIALISTS = ("hopper", "cudnn", "fa4")  # serve some arguments of some ops: our kernels for Hopper, and libraries
 NAMESPACE = "mor_kernels"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -32,7 +32,7 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
     """Declare ``mor_kernels::<schema>`` and return the callable op.
 
     ``schema`` ends with ``str backend``; ``fake`` and every backend's function take the arguments before it, and so
-    does ``choose``, which names the libraries that are faster than our kernel for them on this GPU, the fastest first.
+    does ``choose``, which names the specialists that are faster than Triton for them on this GPU, the fastest first.
     """
     name = schema.partition("(")[0]
     _implementations[name] = backends
@@ -101,15 +101,15 @@ def unavailable(
     dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why ``backend`` can't serve ``op`` (any op if None) on ``device`` for ``dtype``; None if it can."""
-    if backend not in (*BACKENDS, *LIBRARIES):
-        return f"expected one of {', '.join((*BACKENDS, *LIBRARIES))} or auto, got {backend!r}"
+    if backend not in (*BACKENDS, *SPECIALISTS):
+        return f"expected one of {', '.join((*BACKENDS, *SPECIALISTS))} or auto, got {backend!r}"
     if not any(backend in table for name, table in _implementations.items() if op in (None, name)):
         return f"this version has no {backend} implementation of {op or 'any op'}"
     if backend == "eager":
         return None
     if dtype == torch.float64:
         return "float64 is computed by the eager backend alone"
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
+    if backend in ("triton", "hopper") and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.device(device or "cuda").type == "cpu":
         if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -117,12 +117,18 @@ def unavailable(
         return "the tensors are on the CPU" + (", which needs TRITON_INTERPRET=1" if backend == "triton" else "")
     if not torch.cuda.is_available() or torch.version.hip:
         return "no CUDA device is visible"
-    if backend == "fa4" and not _installed(LIBRARIES["fa4"]):
+    if backend == "hopper":
+        found = importlib.import_module("triton").__version__
+        if tuple(int(part) for part in found.split(".")[:2]) < (3, 6):
+            return f"it needs Triton 3.6 or newer, not {found}"
+    if backend == "fa4" and not _installed("flash_attn.cute"):
         return "flash-attn-4 is not installed; pip install mor-kernels[fa4]"
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
-    least, name = ((9, 0), "9.0 (H100)") if backend in LIBRARIES else ((8, 0), "8.0 (A100)")
     capability = torch.cuda.get_device_capability(device)
+    if backend == "hopper":
+        return None if capability == (9, 0) else f"it needs compute capability 9.0 (H100), not {capability}"
+    least, name = ((9, 0), "9.0 (H100)") if backend in SPECIALISTS else ((8, 0), "8.0 (A100)")
     return None if capability >= least else f"it needs compute capability {name} or newer, not {capability}"
 
 
@@ -151,7 +157,7 @@ def _unfit(op: str, backend: str, arguments: list) -> str | None:
 
 
 def _best(op: str, tensors: list[torch.Tensor], arguments: list) -> str:
-    """Where kernels run natively: a library that was measured faster and is there, or else Triton; for what neither
+    """Where kernels run natively: a specialist that was measured faster and is there, or else Triton; for what neither
     computes, eager."""
     if tensors[0].is_cuda:
         for backend in (*_choices[op](*arguments), "triton"):

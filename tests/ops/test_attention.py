@@ -107,6 +107,35 @@ def check_varlen(device, backend, batch, longest, heads, width, seed, dtype, sla
     compare(got, want, inputs, exact, dtype, device, backend)
 
 
+on_hopper = pytest.mark.parametrize(
+    ("device", "backend"), [target for target in s.targets("attention", "hopper").args[1] if target[1] == "hopper"]
+)
+
+
+@on_hopper
+@settings(max_examples=60)
+@given(
+    batch=st.integers(0, 3), queries=st.integers(0, 400), keys=st.integers(0, 400), heads=s.counts_of_heads,
+    width=st.sampled_from([64, 128]), seed=s.seeds, dtype=st.sampled_from(s.HALVES), strided=st.booleans(),
+    positioned=st.booleans(), ragged=st.booleans(),
+)  # fmt: skip
+def test_hopper_equals_reference(
+    device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged
+):
+    """Tiles of 128 queries and keys, whole, in part and without any."""
+    check(device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged)
+
+
+@on_hopper
+@settings(max_examples=40)
+@given(
+    batch=st.integers(1, 4), longest=st.integers(1, 400), heads=s.counts_of_heads, width=st.sampled_from([64, 128]),
+    seed=s.seeds, dtype=st.sampled_from(s.HALVES), slack=st.integers(0, 3), positioned=st.booleans(),
+)  # fmt: skip
+def test_hopper_varlen_equals_reference(device, backend, batch, longest, heads, width, seed, dtype, slack, positioned):
+    check_varlen(device, backend, batch, longest, heads, width, seed, dtype, slack, positioned)
+
+
 @pytest.fixture
 def many_tiles(device, monkeypatch):
     """How much larger lengths must be for several tiles; in the interpreter tiles are small, since each takes long."""
@@ -217,14 +246,15 @@ def test_fresh_ones_come_in_pairs_and_with_positions():
         ops.attention(q, q, q, q_positions=torch.tensor([[0, 1]]), k_fresh=q[:, :1], v_fresh=q[:, :1])
 
 
-@s.targets("attention")
+@s.targets("attention", "hopper")
 def test_positions_in_any_order(device, backend):
     """Ascending positions are faster, not a condition; one query may see nothing, another more than there is."""
-    q, k, v = (s.normal((1, 9, 2, 4), i, torch.float32).to(device).requires_grad_() for i in range(3))
+    width, dtype = s.small_heads(backend)
+    q, k, v = (s.normal((1, 9, 2, width), i, dtype).to(device).requires_grad_() for i in range(3))
     positions = torch.tensor([[8, 0, -1, 3, 100, 2, 2, 7, -5]])
     want = reference.attention(*(t.detach().cpu().double() for t in (q, k, v)), q_positions=positions.clamp(max=8))
     out = ops.attention(q, k, v, q_positions=positions.to(device), backend=backend)
-    s.assert_close(out, want, torch.float32, 4)
+    s.assert_close(out, want, dtype, 4)
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert gradient.isfinite().all()
 
@@ -268,9 +298,10 @@ def test_positions_not_a_causal_flag(device, backend):
     torch.testing.assert_close(out[0, :, 0, 0].cpu(), torch.tensor([0.0, 1.5]))
 
 
-@s.targets("attention")
+@s.targets("attention", "hopper")
 def test_nan_in_unused_tail_does_not_leak(device, backend):
-    q, k, v = (s.normal((1, n, 1, 4), n, torch.float32).to(device).requires_grad_() for n in (2, 9, 9))
+    width, dtype = s.small_heads(backend)
+    q, k, v = (s.normal((1, n, 1, width), n, dtype).to(device).requires_grad_() for n in (2, 9, 9))
     positions = torch.tensor([[1, 4]], device=device)
 
     def run(*inputs):
@@ -283,7 +314,7 @@ def test_nan_in_unused_tail_does_not_leak(device, backend):
         assert torch.equal(got, want)
 
 
-@s.targets("attention")
+@s.targets("attention", "hopper")
 @pytest.mark.parametrize("packed", [False, True])
 def test_nan_stays_in_its_sequence(device, backend, packed):
     """In values, and in the gradient that comes in: the other sequence, at either side, has the same results."""
@@ -297,7 +328,8 @@ def test_nan_stays_in_its_sequence(device, backend, packed):
             out = ops.attention(*inputs, backend=backend)
         return [t.view(3, 5, -1) for t in (out, *torch.autograd.grad(out, inputs, d_out.view(out.shape)))]
 
-    q, k, v, d_out = (s.normal((3, 5, heads, 4), heads, torch.float32).to(device) for heads in (6, 2, 2, 6))
+    width, dtype = s.small_heads(backend)
+    q, k, v, d_out = (s.normal((3, 5, heads, width), heads, dtype).to(device) for heads in (6, 2, 2, 6))
     clean = run(q, k, v, d_out)
     for spoiled in range(4):
         tensors = [q.clone(), k.clone(), v.clone(), d_out.clone()]
@@ -306,26 +338,28 @@ def test_nan_stays_in_its_sequence(device, backend, packed):
             assert torch.equal(got[[0, 2]], want[[0, 2]])
 
 
-@s.targets("attention_varlen")
+@s.targets("attention_varlen", "hopper")
 def test_zero_length_sequences(device, backend):
     """One query in all and three query heads on one: forward and backward."""
-    q = s.normal((1, 3, 4), 0, torch.float32).to(device).requires_grad_()
-    k, v = (s.normal((3, 1, 4), i, torch.float32).to(device).requires_grad_() for i in (1, 2))
+    width, dtype = s.small_heads(backend)
+    q = s.normal((1, 3, width), 0, dtype).to(device).requires_grad_()
+    k, v = (s.normal((3, 1, width), i, dtype).to(device).requires_grad_() for i in (1, 2))
     cu_q, cu_k = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 0, 0, 1], [0, 1, 2, 3]))
     out = ops.attention_varlen(q, k, v, cu_q, cu_k, 1, 1, backend=backend)
-    torch.testing.assert_close(out, v[2:].expand(1, 3, 4))
+    torch.testing.assert_close(out, v[2:].expand(1, 3, width))
     out.sum().backward()
     assert v.grad[:2].eq(0).all() and v.grad[2].eq(3).all() and not k.grad.isnan().any()
 
 
-@s.targets("attention_varlen")
+@s.targets("attention_varlen", "hopper")
 def test_queries_without_keys_and_keys_without_queries(device, backend):
     """Query lengths [1, 0, 3], key lengths [4, 7, 0]."""
-    q = s.normal((4, 2, 4), 0, torch.float32).to(device).requires_grad_()
-    k, v = (s.normal((11, 1, 4), i, torch.float32).to(device).requires_grad_() for i in (1, 2))
+    width, dtype = s.small_heads(backend)
+    q = s.normal((4, 2, width), 0, dtype).to(device).requires_grad_()
+    k, v = (s.normal((11, 1, width), i, dtype).to(device).requires_grad_() for i in (1, 2))
     cu_q, cu_k = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 1, 1, 4], [0, 4, 11, 11]))
     out = ops.attention_varlen(q, k, v, cu_q, cu_k, 3, 7, backend=backend)
-    torch.testing.assert_close(out[:1], v[:1].expand(1, 2, 4))
+    torch.testing.assert_close(out[:1], v[:1].expand(1, 2, width))
     assert out[1:].eq(0).all()
     d_q, d_k, d_v = torch.autograd.grad(out.sum(), (q, k, v))
     assert d_q[1:].eq(0).all() and d_k[1:].eq(0).all() and d_v[1:].eq(0).all()
@@ -341,7 +375,7 @@ def test_long_row_is_summed_in_fp32(device, backend):
     s.assert_close(out, want, torch.float16, 1)
 
 
-@s.targets("attention")
+@s.targets("attention", "hopper")
 @pytest.mark.parametrize("dtype", s.HALVES, ids=str)
 @pytest.mark.parametrize("width", [64, 128])
 def test_error_budget(device, backend, dtype, width):

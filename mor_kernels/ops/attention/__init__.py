@@ -30,6 +30,7 @@ _forward = define(
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
     eager=eager.attention,
     triton=deferred(f"{__name__}.triton", "attention", refuses=_choice.triton_refuses),
+    hopper=deferred(f"{__name__}.hopper", "attention", refuses=_choice.hopper_refuses),
     cudnn=deferred(f"{__name__}.cudnn", "attention", refuses=_choice.cudnn_refuses),
     fa4=deferred(f"{__name__}.fa4", "attention", refuses=_choice.fa4_refuses),
     choose=_choice.choose,
@@ -41,6 +42,7 @@ _backward = define(
     fake=_like_inputs,
     eager=eager.attention_backward,
     triton=deferred(f"{__name__}.triton", "attention_backward", refuses=_choice.triton_refuses),
+    hopper=deferred(f"{__name__}.hopper", "attention_backward", refuses=_choice.hopper_refuses_backward),
     cudnn=deferred(f"{__name__}.cudnn", "attention_backward", refuses=_choice.cudnn_refuses_backward),
     fa4=deferred(f"{__name__}.fa4", "attention_backward", refuses=_choice.fa4_refuses_backward),
     choose=_choice.choose_backward,
@@ -52,6 +54,7 @@ _forward_varlen = define(
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
     eager=eager.attention_varlen,
     triton=deferred(f"{__name__}.triton", "attention_varlen", refuses=_choice.triton_refuses),
+    hopper=deferred(f"{__name__}.hopper", "attention_varlen", refuses=_choice.hopper_refuses),
     fa4=deferred(f"{__name__}.fa4", "attention_varlen", refuses=_choice.fa4_refuses_varlen),
     choose=_choice.choose_varlen,
 )
@@ -63,6 +66,7 @@ _backward_varlen = define(
     fake=_like_inputs,
     eager=eager.attention_varlen_backward,
     triton=deferred(f"{__name__}.triton", "attention_varlen_backward", refuses=_choice.triton_refuses),
+    hopper=deferred(f"{__name__}.hopper", "attention_varlen_backward", refuses=_choice.hopper_refuses_backward),
     fa4=deferred(f"{__name__}.fa4", "attention_varlen_backward", refuses=_choice.fa4_refuses_varlen_backward),
     choose=_choice.choose_varlen_backward,
 )

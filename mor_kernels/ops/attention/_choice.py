@@ -22,15 +22,39 @@ def triton_refuses(first, *_):
     )
 
 
-def _library_refuses(q, k, v, scale):
+def _hopper_refuses(q, k_fresh, scale):
+    if k_fresh is not None:
+        return "it takes no fresh keys and values"
+    if q.shape[-1] not in (64, 128):
+        return f"it takes heads of width 64 and 128, not {q.shape[-1]}"
+    return _computation_refused(q, scale)
+
+
+def hopper_refuses(q, k, v, k_fresh, *rest):
+    return _hopper_refuses(q, k_fresh, rest[-1])
+
+
+def hopper_refuses_backward(d_out, d_lse, q, k, v, k_fresh, *rest):
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return "it adds up d_q in any order, and deterministic algorithms were asked for"
+    return _hopper_refuses(q, k_fresh, rest[-1])
+
+
+def _computation_refused(q, scale):
     if q.dtype not in HALVES:
         return f"it computes in bfloat16 and float16, not {q.dtype}"
+    if scale <= 0:
+        return f"it takes a softmax_scale > 0, not {scale}"
+    return None
+
+
+def _library_refuses(q, k, v, scale):
+    if reason := _computation_refused(q, scale):
+        return reason
     if q.shape[-1] > 128 or q.shape[-1] % 8:
         return f"it takes heads of width up to 128 that are multiples of 8, not {q.shape[-1]}"
     if q.numel() == 0:
         return "there is nothing to compute"
-    if scale <= 0:
-        return f"it takes a softmax_scale > 0, not {scale}"
     for t in (q, k, v):
         if t.stride(-1) != 1 or t.data_ptr() % 16 or any(n * t.element_size() % 16 for n in t.stride()[:-1]):
             return "it reads 16 bytes at once, which must lie together and begin at a multiple of 16"

@@ -1,4 +1,5 @@
-"""Others' attention behind our ops: which is chosen, what each takes, and that it computes what ours does."""
+"""Kernels that serve some arguments of attention, ours for Hopper and libraries: which is chosen, what each takes, and
+that it computes what the reference does."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from reference import ops as reference
 from tests import strategies as s
 
 DEVICE = s.DEVICES[-1]
-THERE = [name for name in _dispatch.LIBRARIES if _dispatch.unavailable(name, "attention", "cuda") is None]
+THERE = [name for name in _dispatch.SPECIALISTS if _dispatch.unavailable(name, "attention", "cuda") is None]
 
 
 @pytest.mark.skipif("triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton")
@@ -81,6 +82,21 @@ def test_deterministic_mode_and_other_gpus_have_our_kernels(hopper, monkeypatch)
     assert not _choice.choose(*long, *PLAIN)
 
 
+def test_what_hopper_takes():
+    q = torch.empty(2, 8, 4, 64, dtype=torch.float16)
+    lens = torch.tensor([3, 4])
+    torch.use_deterministic_algorithms(False)
+    assert _choice.hopper_refuses(q, q, q, None, None, lens, lens, lens, 1.0) is None
+    assert _choice.hopper_refuses_backward(q, lens, q, q, q, None, None, q, lens, *PLAIN[2:]) is None
+    assert "fresh" in _choice.hopper_refuses(q, q, q, q, q, *PLAIN[2:])
+    assert "64 and 128, not 96" in _choice.hopper_refuses(*[torch.empty(2, 8, 4, 96).to(q)] * 3, *PLAIN)
+    assert "float16, not torch.float32" in _choice.hopper_refuses(*[q.float()] * 3, *PLAIN)
+    assert "softmax_scale" in _choice.hopper_refuses(q, q, q, *PLAIN[:-1], 0.0)
+    torch.use_deterministic_algorithms(True)
+    assert "any order" in _choice.hopper_refuses_backward(q, None, q, q, q, None, None, q, lens, *PLAIN[2:])
+    torch.use_deterministic_algorithms(False)
+
+
 def test_what_a_library_takes():
     q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16) for n in (8, 9))
     lens, positions = torch.tensor([3, 4]), torch.zeros(2, 8, dtype=torch.int64)
@@ -142,16 +158,16 @@ def case(what, width, seed=0):
     return call, lambda q, k, v: wanted(q, k, v, *arguments, **options), tensors
 
 
-SERVED = {"cudnn": ["causal"], "fa4": ["causal", "subset", "ragged"]}
+SERVED = {"cudnn": ["causal"]} | dict.fromkeys(("hopper", "fa4"), ["causal", "subset", "ragged"])
 every_case = pytest.mark.parametrize(
-    ("library", "what", "width"),
-    [(library, what, width) for library in THERE for what in SERVED[library] for width in (64, 128)]
+    ("specialist", "what", "width"),
+    [(name, what, width) for name in THERE for what in SERVED[name] for width in (64, 128)]
     or [pytest.param(None, None, None, marks=pytest.mark.skip("none here"))],
 )
 
 
 @every_case
-def test_equals_reference(library, what, width):
+def test_equals_reference(specialist, what, width):
     """Within the error of rounding p and d_s to bf16, as our kernels."""
     torch.use_deterministic_algorithms(False)
     ours, wanted, tensors = case(what, width)
@@ -160,7 +176,7 @@ def test_equals_reference(library, what, width):
     upstream = s.normal(out64.shape, 9, torch.bfloat16)
     gradients64 = torch.autograd.grad(out64, exact, upstream.double())
     given = [t.requires_grad_() for t in tensors]
-    out, lse = ours(*given, library)
+    out, lse = ours(*given, specialist)
     seen = lse64 > -torch.inf
     assert torch.equal(lse.cpu() > -torch.inf, seen)
     s.assert_close(lse.cpu()[seen], lse64[seen], torch.float32, 64, "lse")
@@ -171,13 +187,13 @@ def test_equals_reference(library, what, width):
 
 
 @every_case
-def test_no_host_sync_and_graphs(library, what, width):
+def test_no_host_sync_and_graphs(specialist, what, width):
     torch.use_deterministic_algorithms(False)
     ours, _, tensors = case(what, width)
     given = [t.requires_grad_() for t in tensors]
 
     def step():
-        out, _ = ours(*given, library)
+        out, _ = ours(*given, specialist)
         return [out, *torch.autograd.grad(out, given, torch.ones_like(out))]
 
     stream = torch.cuda.Stream()
@@ -203,8 +219,8 @@ def test_no_host_sync_and_graphs(library, what, width):
 
 
 @every_case
-def test_compiles_whole(library, what, width):
+def test_compiles_whole(specialist, what, width):
     torch.use_deterministic_algorithms(False)
     ours, _, tensors = case(what, width)
-    compiled = torch.compile(lambda q, k, v: ours(q, k, v, library)[0] * 2, fullgraph=True)
-    torch.testing.assert_close(compiled(*tensors), ours(*tensors, library)[0] * 2)
+    compiled = torch.compile(lambda q, k, v: ours(q, k, v, specialist)[0] * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), ours(*tensors, specialist)[0] * 2)

@@ -1,0 +1,602 @@
+"""Attention of queries at given positions over all keys up to them, for Hopper (sm_90) in Gluon; the maths of triton.py.
+
+A program is several warp groups, each with work of its own. A producer copies tiles to shared memory by TMA, as many
+stages ahead as a ring holds; two consumers multiply by wgmma, 64 rows each, so that one's softmax runs beside the
+other's products.
+
+Forward: a program holds 128 rows (query * GROUP + head of the group) and passes over keys and values. The product of
+probabilities and values of a tile runs together with the scores of the next.
+
+Backward: a program holds 128 keys and passes over the queries of each head of its group, once: the five products
+
+    s^T = k q^T,  d_p^T = v d_out^T,  d_v += p^T d_out,  d_k += d_s^T q,  d_q^T = k^T d_s
+
+instead of the seven of two passes. d_s goes through shared memory to a third warp group, which multiplies it by the
+keys and adds d_q to sums in memory, in fp32, by TMA. In which order programs add is not determined, and so are the last
+bits of d_q; sums take four bytes an element of q beside it.
+
+Keys and values that no row of a program sees, and queries past a sequence's end, may be NaN: the producer overwrites
+them by zeros in shared memory before others see them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .._triton import contiguous
+from ._triton import cleared, cleared_gradients
+from .triton import CHUNK, SECTION_BYTES, _item, _positions, _span, _statistic
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-1e38)
+ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
+BOTH = gl.constexpr(128)  # rows of both consumers
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a warp group; its name until Triton 3.6
+
+
+@builtin
+def add_to_global(descriptor, at, tile, _semantic=None):
+    """memory[at:] += tile, by TMA; Triton names it ``tma.async_atomic_add`` from 3.8 on."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, tile.handle)
+
+
+@gluon.jit
+def _parity(i, STAGES: gl.constexpr):
+    """Of the i-th use of a ring: how often its barrier completed before, modulo 2."""
+    return (i // STAGES) & 1
+
+
+@gluon.jit
+def _clean(tile, first, count, SIZE: gl.constexpr, D: gl.constexpr):
+    """Zeros in the rows of a tile, which begins at row ``first``, from row ``count`` on."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    for start in gl.static_range(0, SIZE, 16):  # few at once: a producer has few registers
+        if first + start + 16 > count:
+            row = first + start + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            some = tile.slice(start, 16)
+            rows = some.load(LAYOUT)
+            some.store(gl.where((row < count)[:, None], rows, gl.zeros_like(rows)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _forward_producer(
+    k_tiles, v_tiles, rings, came, row, column, n_tiles, seen,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    k_ring, v_ring, k_ready, v_ready, k_free, v_free = rings
+    for i in range(n_tiles):
+        stage, used = i % STAGES, _parity(i, STAGES) ^ 1
+        mbarrier.wait(k_free.index(stage), used)
+        mbarrier.expect(k_ready.index(stage), k_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_tiles, [row + i * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
+        mbarrier.wait(v_free.index(stage), used)
+        if (i + 1) * BLOCK_N > seen:  # nobody sees the last rows, which may be NaN
+            mbarrier.expect(came, v_tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_tiles, [row + i * BLOCK_N, column], came, v_ring.index(stage))
+            mbarrier.wait(came, 0)
+            _clean(v_ring.index(stage), i * BLOCK_N, seen, BLOCK_N, D)
+            mbarrier.arrive(v_ready.index(stage), count=1)
+        else:
+            mbarrier.expect(v_ready.index(stage), v_tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_tiles, [row + i * BLOCK_N, column], v_ready.index(stage), v_ring.index(stage)
+            )
+
+
+@gluon.jit
+def _forward_consumer(
+    q_tile, rings, first_row, q, positions, out, lse, scale, sizes,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    k_ring, v_ring, k_ready, v_ready, k_free, v_free = rings
+    n_tiles, q_token, q_start, queries, keys, q_rows, heads, first_head = sizes
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q.dtype.element_ty
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // GROUP) * q_token + (first_head + row % GROUP) * D
+    inside = (row // GROUP < queries)[:, None]
+    q_tile.store(gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOAD))[None, :], mask=inside, other=0.0))
+    fence_async_shared()
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    query = row // GROUP
+    valid = query < queries
+    position = gl.where(valid, _positions(positions, query, queries, keys), -1)
+    seen = gl.max(position, 0) + 1
+    unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
+    own = gl.cdiv(seen, BLOCK_N)  # the other consumer may have more
+    barrier()
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    largest = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
+    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    scale_2 = scale * LOG2_E
+    if own > 0:
+        mbarrier.wait(k_ready.index(0), 0)
+        s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_free.index(0), count=1)
+        if unmasked <= 0:
+            s = gl.where(n[None, :] <= position[:, None], s, -float("inf"))
+        largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
+        p = gl.exp2(s * scale_2 - largest[:, None])
+        total = gl.sum(p, 1)
+        for i in range(1, own):
+            stage, before = i % STAGES, (i - 1) % STAGES
+            p_before = gl.convert_layout(p.to(dtype), P)
+            mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
+            s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
+            acc = warpgroup_mma(p_before, v_ring.index(before), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(k_free.index(stage), count=1)
+            if i >= unmasked:
+                s = gl.where(n[None, :] <= (position - i * BLOCK_N)[:, None], s, -float("inf"))
+            new_largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
+            p = gl.exp2(s * scale_2 - new_largest[:, None])
+            fade = gl.exp2(largest - new_largest)
+            total = total * fade + gl.sum(p, 1)
+            largest = new_largest
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_free.index(before), count=1)
+            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
+        before = (own - 1) % STAGES
+        mbarrier.wait(v_ready.index(before), _parity(own - 1, STAGES))
+        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_ring.index(before), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_free.index(before), count=1)
+    for i in range(own, n_tiles):
+        stage = i % STAGES
+        mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
+        mbarrier.arrive(k_free.index(stage), count=1)
+        mbarrier.wait(v_ready.index(stage), _parity(i, STAGES))
+        mbarrier.arrive(v_free.index(stage), count=1)
+    some = position >= 0
+    total = gl.where(some, total, 1.0)
+    written = query < (queries if PACKED else q_rows)
+    at = _statistic(q_start, q_rows, heads, PACKED) + (first_head + row % GROUP) * q_rows.to(gl.int64) + query
+    gl.store(lse + at, gl.where(some, (largest + gl.log2(total)) / LOG2_E, -float("inf")), mask=written)
+    factor = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    at = ((q_start + row // GROUP) * heads + first_head + row % GROUP) * D
+    written = row // GROUP < (queries if PACKED else q_rows)
+    d = gl.arange(0, D, gl.SliceLayout(0, OUT))
+    some = gl.convert_layout(some, gl.SliceLayout(1, OUT))
+    acc = gl.where(some[:, None], acc * factor[:, None], 0.0)
+    gl.store(out + at[:, None] + d[None, :], acc.to(dtype), mask=written[:, None])
+
+
+@gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+def _forward(
+    k_tiles, v_tiles, q, positions, q_ends, k_ends, out, lse, scale, q_token,
+    groups, pairs, tiles, section, q_rows, k_rows,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out and lse of a tile of rows. The last tiles see most keys and come first."""
+    b, g, tile = _item(groups, pairs, tiles, section)
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    first_row = (tiles - 1 - tile) * BOTH
+    if positions is not None:
+        positions += q_start
+    ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    query = (first_row + gl.arange(0, BOTH, ANY)) // GROUP
+    position = _positions(positions, query, queries, keys)
+    seen = gl.max(gl.where(query < queries, position, -1), 0) + 1
+    n_tiles = gl.cdiv(seen, BLOCK_N)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_tiles.dtype)
+    q_tile = gl.allocate_shared_memory(k_tiles.dtype, [2, ROWS, D], TILE)
+    k_ring = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, BLOCK_N, D], k_tiles.layout)
+    v_ring = gl.allocate_shared_memory(v_tiles.dtype, [STAGES, BLOCK_N, D], v_tiles.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(came, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    rings = (k_ring, v_ring, k_ready, v_ready, k_free, v_free)
+    sizes = (n_tiles, q_token, q_start, queries, keys, q_rows, groups * GROUP, g * GROUP)
+    row, column = k_start.to(gl.int32), (g * D).to(gl.int32)
+    gl.warp_specialize([
+        (_forward_consumer, (
+            q_tile.index(0), rings, first_row, q, positions, out, lse, scale, sizes, GROUP, D, BLOCK_N, STAGES, PACKED,
+        )),
+        (_forward_consumer, (
+            q_tile.index(1), rings, first_row + ROWS, q, positions, out, lse, scale, sizes,
+            GROUP, D, BLOCK_N, STAGES, PACKED,
+        )),
+        (_forward_producer, (k_tiles, v_tiles, rings, came, row, column, n_tiles, seen, BLOCK_N, D, STAGES)),
+    ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "q_rows"])
+def _prepare(
+    d_out, out, d_lse, delta, sums, rows, heads, q_rows,
+    D: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """delta of (query, head) rows, and zeros in their sums."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    d_out_tile = tl.load(d_out + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    out_tile = tl.load(out + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    query, head = row // heads, row % heads
+    sequence = 0 if PACKED else query // q_rows
+    statistic = (sequence * heads + head) * q_rows + (query if PACKED else query % q_rows)
+    value = tl.sum(d_out_tile * out_tile, 1)
+    if d_lse is not None:
+        value -= tl.load(d_lse + statistic, mask=inside, other=0.0)
+    tl.store(delta + statistic, value, mask=inside)
+    tl.store(sums + at, tl.zeros((BLOCK, D), tl.float32), mask=inside[:, None])
+
+
+@gluon.jit
+def _backward_producer(
+    q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, came, k_row, k_column, row, column,
+    positions, lse, delta, sizes,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
+    k_tile, v_tile, k_ready = of_keys
+    since, steps, queries, keys, q_rows, first_key, seen = sizes
+    cleaned = steps * 0  # how often `came` completed: what may hold NaN is overwritten before others see it
+    if first_key + BOTH > seen:
+        mbarrier.expect(came, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_tiles, [k_row, k_column], came, k_tile)
+        tma.async_copy_global_to_shared(v_tiles, [k_row, k_column], came, v_tile)
+        mbarrier.wait(came, 0)
+        _clean(k_tile, first_key, seen, BOTH, D)
+        _clean(v_tile, first_key, seen, BOTH, D)
+        mbarrier.arrive(k_ready, count=1)
+        cleaned += 1
+    else:
+        mbarrier.expect(k_ready, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_tiles, [k_row, k_column], k_ready, k_tile)
+        tma.async_copy_global_to_shared(v_tiles, [k_row, k_column], k_ready, v_tile)
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+    first = since
+    for i in range(steps * GROUP):
+        query = first + m
+        inside = query < queries
+        position = gl.where(inside, _positions(positions, query, queries, keys), -1)
+        # what sees nothing: p = exp2(s - inf) = 0
+        lse_2 = gl.load(lse + query, mask=inside & (position >= 0), other=float("inf")) * LOG2_E
+        sums = gl.load(delta + query, mask=inside, other=0.0)
+        stage = i % STAGES
+        mbarrier.wait(q_free.index(stage), _parity(i, STAGES) ^ 1)
+        lse_ring.index(stage).store(lse_2)
+        delta_ring.index(stage).store(sums)
+        position_ring.index(stage).store(position)
+        barrier()
+        q_tile, d_out_tile, ready = q_ring.index(stage), d_out_ring.index(stage), q_ready.index(stage)
+        if first + BLOCK_M > queries:
+            mbarrier.expect(came, q_tiles.block_type.nbytes + d_out_tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_tiles, [row + first, column], came, q_tile)
+            tma.async_copy_global_to_shared(d_out_tiles, [row + first, column], came, d_out_tile)
+            mbarrier.wait(came, cleaned & 1)
+            _clean(q_tile, first, queries, BLOCK_M, D)
+            _clean(d_out_tile, first, queries, BLOCK_M, D)
+            mbarrier.arrive(ready, count=1)
+            cleaned += 1
+        else:
+            mbarrier.expect(ready, q_tiles.block_type.nbytes + d_out_tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_tiles, [row + first, column], ready, q_tile)
+            tma.async_copy_global_to_shared(d_out_tiles, [row + first, column], ready, d_out_tile)
+        first += BLOCK_M
+        if first >= queries:  # the next head
+            first = since
+            column += D
+            lse += q_rows
+            delta += q_rows
+
+
+@gluon.jit
+def _backward_consumer(
+    rings, of_keys, d_s_rings, d_k, d_v, scale, sizes,
+    WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, D_S_STAGES: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    OF_QUERY: gl.constexpr = gl.SliceLayout(0, S)
+    dtype: gl.constexpr = d_k.dtype.element_ty
+    q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
+    k_tile, v_tile, k_ready = of_keys
+    d_s_ring, d_s_ready, d_s_free = d_s_rings
+    since, steps, queries, keys, masked, seen, first_key, k_start, k_rows, groups, g = sizes
+    first_key += WHICH * ROWS
+    k_tile = k_tile.slice(WHICH * ROWS, ROWS)
+    v_tile = v_tile.slice(WHICH * ROWS, ROWS)
+    key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
+    acc_k = gl.zeros([ROWS, D], gl.float32, OUT)
+    acc_v = gl.zeros([ROWS, D], gl.float32, OUT)
+    scale_2 = scale * LOG2_E
+    n_tiles = steps * GROUP
+    first = since
+    mbarrier.wait(k_ready, 0)
+    if n_tiles > 0:
+        mbarrier.wait(q_ready.index(0), 0)
+        s = warpgroup_mma(k_tile, q_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        d_p = warpgroup_mma(v_tile, d_out_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
+        for i in range(n_tiles):
+            stage, d_s_stage = i % STAGES, i % D_S_STAGES
+            p = gl.exp2(s * scale_2 - lse_ring.index(stage).load(OF_QUERY)[None, :])
+            if first < masked:
+                p = gl.where(key[:, None] <= position_ring.index(stage).load(OF_QUERY)[None, :], p, 0.0)
+            d_s = (p * (d_p - delta_ring.index(stage).load(OF_QUERY)[None, :])).to(dtype)
+            acc_v = warpgroup_mma(gl.convert_layout(p.to(dtype), P), d_out_ring.index(stage), acc_v, is_async=True)
+            acc_k = warpgroup_mma(gl.convert_layout(d_s, P), q_ring.index(stage), acc_k, is_async=True)
+            mbarrier.wait(d_s_free.index(d_s_stage), _parity(i, D_S_STAGES) ^ 1)
+            d_s_ring.index(d_s_stage).slice(WHICH * ROWS, ROWS).store(d_s)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(d_s_ready.index(d_s_stage), count=1)
+            first += BLOCK_M
+            if first >= queries:
+                first = since
+            after = (i + 1) % STAGES
+            if i + 1 < n_tiles:
+                mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
+            # after the last tile products that nobody reads: without a branch the multiplications don't wait
+            s = warpgroup_mma(k_tile, q_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            d_p = warpgroup_mma(v_tile, d_out_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            acc_v, acc_k = warpgroup_mma_wait(2, deps=(acc_v, acc_k))
+            mbarrier.arrive(q_free.index(stage), count=1)
+            s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
+    key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    at = ((k_start + key) * groups + g)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
+    written = (key < (keys if PACKED else k_rows))[:, None]
+    some = (key < seen)[:, None]
+    gl.store(d_k + at, gl.where(some, acc_k * scale, 0.0).to(dtype), mask=written)
+    gl.store(d_v + at, gl.where(some, acc_v, 0.0).to(dtype), mask=written)
+
+
+@gluon.jit
+def _backward_adder(
+    of_keys, d_s_rings, sum_ring, sum_tiles, row, column, since, steps, queries,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, D_S_STAGES: gl.constexpr, SUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    k_tile, v_tile, k_ready = of_keys
+    d_s_ring, d_s_ready, d_s_free = d_s_rings
+    zeros = gl.zeros([D, BLOCK_M], gl.float32, Q)
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, Q))
+    first = since
+    mbarrier.wait(k_ready, 0)
+    for i in range(steps * GROUP):
+        stage = i % D_S_STAGES
+        mbarrier.wait(d_s_ready.index(stage), _parity(i, D_S_STAGES))
+        d_q = warpgroup_mma(k_tile.permute((1, 0)), d_s_ring.index(stage), zeros, use_acc=False, is_async=True)
+        d_q = warpgroup_mma_wait(0, deps=(d_q,))
+        mbarrier.arrive(d_s_free.index(stage), count=1)
+        if first + BLOCK_M > queries:  # past the end is another sequence
+            d_q = gl.where((first + m < queries)[None, :], d_q, 0.0)
+        tma.store_wait(SUM_STAGES - 1)
+        barrier()
+        sum_ring.index(i % SUM_STAGES).permute((1, 0)).store(d_q)
+        fence_async_shared()
+        barrier()
+        add_to_global(sum_tiles, [row + first, column], sum_ring.index(i % SUM_STAGES))
+        first += BLOCK_M
+        if first >= queries:
+            first = since
+            column += D
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _seeing(positions, queries, keys, first_key, last_key, CHUNK: gl.constexpr):
+    """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the
+    number of keys that any sees."""
+    ANY: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    since, always, seen = queries, queries * 0, queries * 0
+    for start in range(0, queries, CHUNK):
+        query = start + gl.arange(0, CHUNK, ANY)
+        last = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
+        since = gl.minimum(since, gl.min(gl.where(last >= first_key, query, queries), 0))
+        always = gl.maximum(always, gl.max(gl.where((last < last_key) & (query < queries), query + 1, 0), 0))
+        seen = gl.maximum(seen, gl.max(last, 0) + 1)
+    return since, always, seen
+
+
+@gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+def _backward(
+    q_tiles, d_out_tiles, k_tiles, v_tiles, sum_tiles, positions, q_ends, k_ends, lse, delta, d_k, d_v, scale,
+    groups, pairs, tiles, section, q_rows, k_rows,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D_S_STAGES: gl.constexpr,
+    SUM_STAGES: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """d_k and d_v of a tile of keys, and its part of d_q. The first keys are seen most and come first."""
+    b, g, tile = _item(groups, pairs, tiles, section)
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    first_key = tile * BOTH
+    statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
+    lse += statistic
+    delta += statistic
+    if positions is not None:
+        positions += q_start
+    since, always, seen = _seeing(positions, queries, keys, first_key, gl.minimum(first_key + BOTH, keys) - 1, CHUNK)
+    masked = gl.where(first_key + BOTH > seen, queries, always)  # keys that nobody sees never count
+    steps = gl.cdiv(queries - since, BLOCK_M)
+    dtype: gl.constexpr = q_tiles.dtype
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    D_S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOTH, BLOCK_M], dtype)
+    k_tile = gl.allocate_shared_memory(dtype, [BOTH, D], k_tiles.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [BOTH, D], v_tiles.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_tiles.layout)
+    d_out_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], d_out_tiles.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    position_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
+    d_s_ring = gl.allocate_shared_memory(dtype, [D_S_STAGES, BOTH, BLOCK_M], D_S)
+    sum_ring = gl.allocate_shared_memory(gl.float32, [SUM_STAGES, BLOCK_M, D], sum_tiles.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    d_s_ready = gl.allocate_shared_memory(gl.int64, [D_S_STAGES, 1], mbarrier.MBarrierLayout())
+    d_s_free = gl.allocate_shared_memory(gl.int64, [D_S_STAGES, 1], mbarrier.MBarrierLayout())
+    came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_ready, count=1)
+    mbarrier.init(came, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=2)
+    for stage in gl.static_range(D_S_STAGES):
+        mbarrier.init(d_s_ready.index(stage), count=2)
+        mbarrier.init(d_s_free.index(stage), count=1)
+    k_row, k_column = k_start.to(gl.int32) + first_key, (g * D).to(gl.int32)
+    row, column = q_start.to(gl.int32), (g * GROUP * D).to(gl.int32)
+    rings = (q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free)
+    of_keys = (k_tile, v_tile, k_ready)
+    d_s_rings = (d_s_ring, d_s_ready, d_s_free)
+    sizes = (since, steps, queries, keys, masked, seen, first_key, k_start, k_rows, groups, g)
+    of_queries = (since, steps, queries, keys, q_rows, first_key, seen)
+    gl.warp_specialize([
+        (_backward_consumer, (
+            rings, of_keys, d_s_rings, d_k, d_v, scale, sizes, 0, GROUP, D, BLOCK_M, STAGES, D_S_STAGES, PACKED,
+        )),
+        (_backward_consumer, (
+            rings, of_keys, d_s_rings, d_k, d_v, scale, sizes, 1, GROUP, D, BLOCK_M, STAGES, D_S_STAGES, PACKED,
+        )),
+        (_backward_adder, (
+            of_keys, d_s_rings, sum_ring, sum_tiles, row, column, since, steps, queries,
+            GROUP, D, BLOCK_M, D_S_STAGES, SUM_STAGES,
+        )),
+        (_backward_producer, (
+            q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, came, k_row, k_column, row, column,
+            positions, lse, delta, of_queries, GROUP, D, BLOCK_M, STAGES,
+        )),
+    ], [4, 4, 4], [CONSUMER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _rows(x):
+    """(rows, heads * d): a view, if TMA can read it (16 bytes at once), or a copy."""
+    x = x.reshape(-1, x.shape[-2] * x.shape[-1])
+    fits = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(rows, height, width):
+    """How TMA reads (or adds to) tiles of ``height`` rows of one head."""
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[rows.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([height, width], element)
+    return TensorDescriptor.from_tensor(rows, [height, width], layout)
+
+
+class _Call:
+    """What both directions of one call have in common."""
+
+    def __init__(self, q, k, v, q_positions, q_ends, k_ends, scale, longest=None):
+        self.q, self.k, self.v = (_rows(t) for t in (q, k, v))
+        self.shapes = q.shape, k.shape
+        self.positions, *self.ends = contiguous(q_positions, q_ends, k_ends)
+        self.scale = scale
+        self.packed = longest is not None
+        self.heads, self.width = q.shape[-2:]
+        self.groups = k.shape[-2]
+        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
+        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
+        self.q_longest, self.k_longest = longest or (self.q_rows, self.k_rows)
+
+    def launch(self, kernel, length, streamed, *arguments, **constants):
+        """One program a tile of 128 of ``length`` rows, or keys, of each sequence and key/value head."""
+        pairs, tiles = self.batch * self.groups, triton.cdiv(length, BOTH.value)
+        if not pairs * tiles:
+            return
+        section = min(pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * self.q.element_size())))
+        kernel[(pairs * tiles,)](
+            *arguments, self.groups, pairs, tiles, section, self.q_rows, self.k_rows,
+            GROUP=self.heads // self.groups, D=self.width, PACKED=self.packed, num_warps=4, **constants,
+        )  # fmt: skip
+
+    def forward(self):
+        shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
+        out, lse = self.q.new_empty(self.shapes[0]), self.q.new_empty(shape, dtype=torch.float32)
+        if not (self.q.numel() and self.k.numel()):
+            return out.zero_(), lse.fill_(-float("inf"))
+        block_n = 128
+        self.launch(
+            _forward, self.q_longest * (self.heads // self.groups), self.k_longest,
+            _tiles(self.k, block_n, self.width), _tiles(self.v, block_n, self.width), self.q, self.positions,
+            *self.ends, out, lse, self.scale, self.q.stride(0), BLOCK_N=block_n, STAGES=2,
+            CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, maxnreg=168,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(self, d_out, d_lse, out, lse):
+        d_out, d_lse, out, lse = contiguous(d_out, d_lse, out, lse)
+        d_q, (d_k, d_v) = self.q.new_empty(self.shapes[0]), (self.q.new_empty(self.shapes[1]) for _ in range(2))
+        if not (self.q.numel() and self.k.numel()):
+            return d_q.zero_(), d_k.zero_(), d_v.zero_()
+        delta, sums = torch.empty_like(lse), torch.empty_like(d_q, dtype=torch.float32)
+        rows, block = sums.numel() // self.width, 32
+        _prepare[(triton.cdiv(rows, block),)](
+            d_out, out, d_lse, delta, sums, rows, self.heads, self.q_rows,
+            D=self.width, PACKED=self.packed, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        # Twice the width takes twice the registers for d_k and d_v, which leaves half the tile of queries.
+        block_m, stages, d_s_stages = (64, 3, 1) if self.width == 64 else (32, 2, 2)
+        of_queries = (_tiles(t, block_m, self.width) for t in (self.q, _rows(d_out)))
+        of_keys = (_tiles(t, BOTH.value, self.width) for t in (self.k, self.v))
+        self.launch(
+            _backward, self.k_longest, self.q_longest * (self.heads // self.groups),
+            *of_queries, *of_keys, _tiles(_rows(sums), block_m, self.width), self.positions, *self.ends, lse, delta,
+            d_k, d_v, self.scale, BLOCK_M=block_m, STAGES=stages, D_S_STAGES=d_s_stages, SUM_STAGES=2, CHUNK=CHUNK,
+            CONSUMER_REGISTERS=208, ADDER_REGISTERS=72, PRODUCER_REGISTERS=24, maxnreg=128,
+        )  # fmt: skip
+        return torch.mul(sums, self.scale, out=d_q), d_k, d_v
+
+
+def attention(q, k, v, k_fresh, v_fresh, *rest):
+    return _Call(q, k, v, *rest).forward()
+
+
+def attention_backward(d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse, *rest):
+    return *_Call(q, k, v, *rest).backward(d_out, d_lse, out, lse), lse.new_empty(0), lse.new_empty(0)
+
+
+def attention_varlen(
+    q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale
+):
+    call = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, (max_seqlen_q, max_seqlen_k))
+    return cleared(cu_seqlens_q, *call.forward())
+
+
+def attention_varlen_backward(
+    d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale,
+):  # fmt: skip
+    call = _Call(q, k, v, q_positions, cu_seqlens_q, cu_seqlens_k, scale, (max_seqlen_q, max_seqlen_k))
+    gradients = call.backward(d_out, d_lse, out, lse)
+    return *cleared_gradients(cu_seqlens_q, cu_seqlens_k, *gradients), lse.new_empty(0), lse.new_empty(0)
