@@ -156,6 +156,20 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.rope, floats(B * N, 1, width), whole(B * N))
 
 
+def for_hopper() -> Iterator[Callable]:
+    """Calls of the functions behind ``backend="hopper"``, forward and backward: what Triton before 3.6 doesn't have."""
+    hopper = importlib.import_module("mor_kernels.ops.attention.hopper")
+    for width, dtype, heads, groups, positions in ((64, BF16, 15, 5, whole(B, K)), (128, FP16, 16, 8, None)):
+        q, (k, v) = floats(B, K, heads, width, dtype=dtype), (floats(B, N, groups, width, dtype=dtype) for _ in "kv")
+        statistic, rest = floats(B, heads, K), (positions, None, None, width**-0.5)
+        yield partial(hopper.attention, q, k, v, None, None, *rest)
+        yield partial(hopper.attention_backward, q, statistic, q, k, v, None, None, q, statistic, *rest)
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    statistic, rest = floats(heads, B * K), (whole(B + 1, dtype=torch.int32),) * 2 + (K, N, None, 1.0)
+    yield partial(hopper.attention_varlen, q, k, v, None, None, *rest)
+    yield partial(hopper.attention_varlen_backward, q, None, q, k, v, None, None, q, statistic, *rest)
+
+
 class StandIn(DriverBase):
     """What compiling asks of a driver."""
 
@@ -354,20 +368,23 @@ def differentiate(call: Callable) -> None:
         torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
 
 
-def kernel_modules() -> list[ModuleType]:
+def kernel_modules(names: Iterable[str]) -> list[ModuleType]:
     found = pkgutil.walk_packages(ops.__path__, "mor_kernels.ops.")
-    return [importlib.import_module(m.name) for m in found if m.name.rpartition(".")[2] in ("triton", "_triton")]
+    return [importlib.import_module(m.name) for m in found if m.name.rpartition(".")[2] in names]
 
 
 def gate(arch: int) -> tuple[list[Build], set[str]]:
     """The scenarios on one architecture: the builds and what is wrong."""
+    calls = [(call.func.__name__, partial(differentiate, call)) for call in scenarios()]
+    names = ["triton", "_triton"]
+    if arch == 90 and tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6):
+        calls += [(f"hopper.{call.func.__name__}", call) for call in for_hopper()]
+        names.append("hopper")
     with TritonOnly() as mode:
-        builds, kernels, faults = compile_launches(
-            arch, ((call.func.__name__, partial(differentiate, call)) for call in scenarios())
-        )
+        builds, kernels, faults = compile_launches(arch, calls)
     faults |= {fault for build in builds for fault in build.faults()}
     ops_there = {name for name, backends in _dispatch._implementations.items() if "triton" in backends}
-    missing = [*(ops_there - mode.ran), *forgotten(kernel_modules(), kernels)]
+    missing = [*(ops_there - mode.ran), *forgotten(kernel_modules(names), kernels)]
     faults |= {f"{name} has a Triton implementation that no scenario in {Path(__file__).name} runs" for name in missing}
     return builds, faults
 

@@ -254,7 +254,8 @@ def test_positions_in_any_order(device, backend):
     positions = torch.tensor([[8, 0, -1, 3, 100, 2, 2, 7, -5]])
     want = reference.attention(*(t.detach().cpu().double() for t in (q, k, v)), q_positions=positions.clamp(max=8))
     out = ops.attention(q, k, v, q_positions=positions.to(device), backend=backend)
-    s.assert_close(out, want, dtype, 4)
+    rounded = torch.finfo(dtype).eps / 2 * v.abs().amax().item()  # p, as in compare
+    s.assert_close(out, want, dtype, 4, slack=rounded)
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert gradient.isfinite().all()
 

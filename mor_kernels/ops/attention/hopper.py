@@ -1,4 +1,4 @@
-"""Attention of queries at given positions over all keys up to them, for Hopper (sm_90) in Gluon; the maths of triton.py.
+"""Attention of queries at given positions over all keys up to them, in Gluon for Hopper; the maths is triton.py's.
 
 A program is several warp groups, each with work of its own. A producer copies tiles to shared memory by TMA, as many
 stages ahead as a ring holds; two consumers multiply by wgmma, 64 rows each, so that one's softmax runs beside the
@@ -318,9 +318,9 @@ def _backward_producer(
 
 @gluon.jit
 def _backward_consumer(
-    rings, of_keys, d_s_rings, d_k, d_v, scale, sizes,
+    rings, of_keys, of_d_s, d_k, d_v, scale, sizes,
     WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, D_S_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -329,7 +329,7 @@ def _backward_consumer(
     dtype: gl.constexpr = d_k.dtype.element_ty
     q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
     k_tile, v_tile, k_ready = of_keys
-    d_s_ring, d_s_ready, d_s_free = d_s_rings
+    d_s_tile, d_s_ready, d_s_free = of_d_s
     since, steps, queries, keys, masked, seen, first_key, k_start, k_rows, groups, g = sizes
     first_key += WHICH * ROWS
     k_tile = k_tile.slice(WHICH * ROWS, ROWS)
@@ -348,18 +348,18 @@ def _backward_consumer(
         d_p = warpgroup_mma(v_tile, d_out_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
         for i in range(n_tiles):
-            stage, d_s_stage = i % STAGES, i % D_S_STAGES
+            stage = i % STAGES
             p = gl.exp2(s * scale_2 - lse_ring.index(stage).load(OF_QUERY)[None, :])
             if first < masked:
                 p = gl.where(key[:, None] <= position_ring.index(stage).load(OF_QUERY)[None, :], p, 0.0)
             d_s = (p * (d_p - delta_ring.index(stage).load(OF_QUERY)[None, :])).to(dtype)
             acc_v = warpgroup_mma(gl.convert_layout(p.to(dtype), P), d_out_ring.index(stage), acc_v, is_async=True)
             acc_k = warpgroup_mma(gl.convert_layout(d_s, P), q_ring.index(stage), acc_k, is_async=True)
-            mbarrier.wait(d_s_free.index(d_s_stage), _parity(i, D_S_STAGES) ^ 1)
-            d_s_ring.index(d_s_stage).slice(WHICH * ROWS, ROWS).store(d_s)
+            mbarrier.wait(d_s_free, (i & 1) ^ 1)
+            d_s_tile.slice(WHICH * ROWS, ROWS).store(d_s)
             fence_async_shared()
             barrier()
-            mbarrier.arrive(d_s_ready.index(d_s_stage), count=1)
+            mbarrier.arrive(d_s_ready, count=1)
             first += BLOCK_M
             if first >= queries:
                 first = since
@@ -382,22 +382,21 @@ def _backward_consumer(
 
 @gluon.jit
 def _backward_adder(
-    of_keys, d_s_rings, sum_ring, sum_tiles, row, column, since, steps, queries,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, D_S_STAGES: gl.constexpr, SUM_STAGES: gl.constexpr,
+    of_keys, of_d_s, sum_ring, sum_tiles, row, column, since, steps, queries,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, SUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     k_tile, v_tile, k_ready = of_keys
-    d_s_ring, d_s_ready, d_s_free = d_s_rings
+    d_s_tile, d_s_ready, d_s_free = of_d_s
     zeros = gl.zeros([D, BLOCK_M], gl.float32, Q)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, Q))
     first = since
     mbarrier.wait(k_ready, 0)
     for i in range(steps * GROUP):
-        stage = i % D_S_STAGES
-        mbarrier.wait(d_s_ready.index(stage), _parity(i, D_S_STAGES))
-        d_q = warpgroup_mma(k_tile.permute((1, 0)), d_s_ring.index(stage), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(d_s_ready, i & 1)
+        d_q = warpgroup_mma(k_tile.permute((1, 0)), d_s_tile, zeros, use_acc=False, is_async=True)
         d_q = warpgroup_mma_wait(0, deps=(d_q,))
-        mbarrier.arrive(d_s_free.index(stage), count=1)
+        mbarrier.arrive(d_s_free, count=1)
         if first + BLOCK_M > queries:  # past the end is another sequence
             d_q = gl.where((first + m < queries)[None, :], d_q, 0.0)
         tma.store_wait(SUM_STAGES - 1)
@@ -432,7 +431,7 @@ def _seeing(positions, queries, keys, first_key, last_key, CHUNK: gl.constexpr):
 def _backward(
     q_tiles, d_out_tiles, k_tiles, v_tiles, sum_tiles, positions, q_ends, k_ends, lse, delta, d_k, d_v, scale,
     groups, pairs, tiles, section, q_rows, k_rows,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D_S_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SUM_STAGES: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -447,6 +446,7 @@ def _backward(
     if positions is not None:
         positions += q_start
     since, always, seen = _seeing(positions, queries, keys, first_key, gl.minimum(first_key + BOTH, keys) - 1, CHUNK)
+    since = since // BLOCK_M * BLOCK_M  # the sequence's end alone, if any, is a tile that isn't full
     masked = gl.where(first_key + BOTH > seen, queries, always)  # keys that nobody sees never count
     steps = gl.cdiv(queries - since, BLOCK_M)
     dtype: gl.constexpr = q_tiles.dtype
@@ -459,39 +459,38 @@ def _backward(
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     position_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
-    d_s_ring = gl.allocate_shared_memory(dtype, [D_S_STAGES, BOTH, BLOCK_M], D_S)
+    d_s_tile = gl.allocate_shared_memory(dtype, [BOTH, BLOCK_M], D_S)
     sum_ring = gl.allocate_shared_memory(gl.float32, [SUM_STAGES, BLOCK_M, D], sum_tiles.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_s_ready = gl.allocate_shared_memory(gl.int64, [D_S_STAGES, 1], mbarrier.MBarrierLayout())
-    d_s_free = gl.allocate_shared_memory(gl.int64, [D_S_STAGES, 1], mbarrier.MBarrierLayout())
+    d_s_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    d_s_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_ready, count=1)
     mbarrier.init(came, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(stage), count=1)
         mbarrier.init(q_free.index(stage), count=2)
-    for stage in gl.static_range(D_S_STAGES):
-        mbarrier.init(d_s_ready.index(stage), count=2)
-        mbarrier.init(d_s_free.index(stage), count=1)
+    mbarrier.init(d_s_ready, count=2)
+    mbarrier.init(d_s_free, count=1)
     k_row, k_column = k_start.to(gl.int32) + first_key, (g * D).to(gl.int32)
     row, column = q_start.to(gl.int32), (g * GROUP * D).to(gl.int32)
     rings = (q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free)
     of_keys = (k_tile, v_tile, k_ready)
-    d_s_rings = (d_s_ring, d_s_ready, d_s_free)
+    of_d_s = (d_s_tile, d_s_ready, d_s_free)
     sizes = (since, steps, queries, keys, masked, seen, first_key, k_start, k_rows, groups, g)
     of_queries = (since, steps, queries, keys, q_rows, first_key, seen)
     gl.warp_specialize([
         (_backward_consumer, (
-            rings, of_keys, d_s_rings, d_k, d_v, scale, sizes, 0, GROUP, D, BLOCK_M, STAGES, D_S_STAGES, PACKED,
+            rings, of_keys, of_d_s, d_k, d_v, scale, sizes, 0, GROUP, D, BLOCK_M, STAGES, PACKED,
         )),
         (_backward_consumer, (
-            rings, of_keys, d_s_rings, d_k, d_v, scale, sizes, 1, GROUP, D, BLOCK_M, STAGES, D_S_STAGES, PACKED,
+            rings, of_keys, of_d_s, d_k, d_v, scale, sizes, 1, GROUP, D, BLOCK_M, STAGES, PACKED,
         )),
         (_backward_adder, (
-            of_keys, d_s_rings, sum_ring, sum_tiles, row, column, since, steps, queries,
-            GROUP, D, BLOCK_M, D_S_STAGES, SUM_STAGES,
+            of_keys, of_d_s, sum_ring, sum_tiles, row, column, since, steps, queries,
+            GROUP, D, BLOCK_M, SUM_STAGES,
         )),
         (_backward_producer, (
             q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, came, k_row, k_column, row, column,
@@ -565,14 +564,13 @@ class _Call:
             d_out, out, d_lse, delta, sums, rows, self.heads, self.q_rows,
             D=self.width, PACKED=self.packed, BLOCK=block, num_warps=4,
         )  # fmt: skip
-        # Twice the width takes twice the registers for d_k and d_v, which leaves half the tile of queries.
-        block_m, stages, d_s_stages = (64, 3, 1) if self.width == 64 else (32, 2, 2)
+        block_m = 64 if self.width == 64 else 32  # twice the width takes twice the registers for d_k and d_v
         of_queries = (_tiles(t, block_m, self.width) for t in (self.q, _rows(d_out)))
         of_keys = (_tiles(t, BOTH.value, self.width) for t in (self.k, self.v))
         self.launch(
             _backward, self.k_longest, self.q_longest * (self.heads // self.groups),
             *of_queries, *of_keys, _tiles(_rows(sums), block_m, self.width), self.positions, *self.ends, lse, delta,
-            d_k, d_v, self.scale, BLOCK_M=block_m, STAGES=stages, D_S_STAGES=d_s_stages, SUM_STAGES=2, CHUNK=CHUNK,
+            d_k, d_v, self.scale, BLOCK_M=block_m, STAGES=4, SUM_STAGES=2, CHUNK=CHUNK,
             CONSUMER_REGISTERS=208, ADDER_REGISTERS=72, PRODUCER_REGISTERS=24, maxnreg=128,
         )  # fmt: skip
         return torch.mul(sums, self.scale, out=d_q), d_k, d_v
