@@ -349,7 +349,7 @@ def torch_varlen_options(attend: Callable) -> dict:
 def make_cases(shapes: list[Shape], device: str = "cuda", compiled: Callable = COMPILE) -> list[Case]:
     if device == "cuda":
         rivals, missing = gpu_rivals(compiled)
-        ours = [Way(name or "default", functools.partial(own, name), ours=True) for name in ("triton", None)]
+        ours = [Way(name or "default", functools.partial(own, name), ours=True) for name in ("triton", "hopper", None)]
         if missing:
             print(f"left out, since they can't be imported: {', '.join(missing)}", flush=True)
     else:

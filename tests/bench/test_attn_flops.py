@@ -308,8 +308,8 @@ def test_what_is_not_installed_is_left_out_and_named(monkeypatch, capsys):
     cases = attn_flops.make_cases([SHAPES[0], SHAPES[2]], "cuda", lambda function: function)
     assert "left out" in capsys.readouterr().out
     names = [[implementation.name for implementation in case.implementations] for case in cases]
-    assert names[0] == names[1] == ["flex", "sdpa flash (FA2)", "sdpa cudnn", "triton", "default"]
-    assert names[2] == names[3] == ["triton", "default"]
+    assert names[0] == names[1] == ["flex", "sdpa flash (FA2)", "sdpa cudnn", "triton", "hopper", "default"]
+    assert names[2] == names[3] == ["triton", "hopper", "default"]
     assert attn_flops.gpu_rivals(lambda function: function)[1] == [
         "torch varlen (from torch 2.10 on)", "flash-attn", "flash-attn-4",
     ]  # fmt: skip

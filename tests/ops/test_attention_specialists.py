@@ -62,17 +62,17 @@ def test_choice_by_length_width_and_direction(hopper):
     long = empty(2**20, 2**20, 64)
     assert _choice.choose(*empty(8, 8, 64), *PLAIN) == []
     assert _choice.choose(*long, *PLAIN)[0] == "cudnn"
-    assert _choice.choose_backward(long[0], None, *long, None, None, long[0], None, *PLAIN[2:])[0] == "fa4"
+    assert _choice.choose_backward(long[0], None, *long, None, None, long[0], None, *PLAIN[2:])[0] == "hopper"
     positions = torch.empty(1, 8, device="meta")
     assert _choice.choose(*empty(8, 4096, 64), None, None, positions, None, None, 1.0) == []
-    assert _choice.choose(*empty(8, 4096, 128), None, None, positions, None, None, 1.0) == ["fa4"]
+    assert _choice.choose(*empty(8, 4096, 128), None, None, positions, None, None, 1.0) == ["hopper", "fa4"]
     packed = [t[0] for t in empty(2**20, 2**20, 64)]
     assert _choice.choose_varlen(*packed, None, None, None, None, 1791, 1791, None, 1.0) == []
     rest = (None, None, None, None, None, None, 2048, 2048, None, 1.0)
-    assert _choice.choose_varlen_backward(packed[0], None, *packed, *rest) == ["fa4"]
+    assert _choice.choose_varlen_backward(packed[0], None, *packed, *rest) == ["hopper", "fa4"]
 
 
-def test_deterministic_mode_and_other_gpus_have_our_kernels(hopper, monkeypatch):
+def test_deterministic_mode_and_other_gpus_have_triton(hopper, monkeypatch):
     long = empty(2**20, 2**20, 64)
     assert _choice.choose(*long, *PLAIN)
     torch.use_deterministic_algorithms(True)

@@ -105,28 +105,37 @@ def _plain(q, k, q_positions, q_lens, k_lens):
     return q_positions is None and q_lens is None and k_lens is None and q.shape[1] == k.shape[1]
 
 
-# From how many keys of a sequence on a library is faster than our kernel on an H100 (torch 2.11 with its cuDNN,
-# flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it, in
-# ms, what was measured there: ours / the libraries in their order (bf16, 65,536 tokens; 15 query heads on 5 of width
-# 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; lists of blocks included).
+# From how many keys of a sequence on a specialist is faster than Triton on an H100 (torch 2.11 with its cuDNN, Triton
+# 3.6, flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it,
+# in ms, what was measured there: Triton / the others in their order (bf16, 65,536 tokens; 15 query heads on 5 of width
+# 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; FlashAttention-4's lists included).
 FASTER = {
-    ("causal", "forward", 64): {"cudnn": 1024, "fa4": 2048},  # 1024: 0.415 / 0.369; 4096: 1.31 / 1.14 / 1.22
-    ("causal", "forward", 128): {"cudnn": 512, "fa4": 512},  # 512: 0.704 / 0.357 / 0.548; 8192: 4.87 / 3.65 / 3.67
-    ("causal", "backward", 64): {"fa4": 2048, "cudnn": 4096},  # 1024: 1.13 / 1.27 / 1.48; 4096: 3.65 / 2.94 / 3.51
-    ("causal", "backward", 128): {"fa4": 2048, "cudnn": 2048},  # 1024: 2.31 / 2.82 / 2.58; 2048: 3.86 / 3.57 / 3.77
-    ("subset", "forward", 64): {"fa4": 16384},  # 4096: 0.633 / 0.775; 8192: 1.21 / 1.24; 16384, a third: 1.73 / 1.69
-    ("subset", "forward", 128): {"fa4": 2048},  # 1024: 0.519 / 0.496; 2048: 0.796 / 0.630; 4096: 1.32 / 0.981
-    ("subset", "backward", 64): {"fa4": 8192},  # 2048: 1.03 / 1.35; 4096: 1.86 / 1.90; 8192: 3.51 / 2.96
-    ("subset", "backward", 128): {"fa4": 4096},  # 2048: 2.08 / 2.55; 4096: 3.75 / 3.70; 8192: 6.89 / 6.20
-    ("ragged", "forward", 64): {"fa4": 1792},  # longest 1536: 0.493 / 0.511; 3072: 0.766 / 0.762; 6144: 1.27 / 1.13
-    ("ragged", "forward", 128): {"fa4": 1024},  # longest 1536: 1.20 / 0.780; 3072: 1.70 / 1.19
-    ("ragged", "backward", 64): {"fa4": 2048},  # longest 1536: 1.29 / 1.45; 3072: 2.21 / 1.95
-    ("ragged", "backward", 128): {"fa4": 2048},  # longest 1536: 2.67 / 2.96; 3072: 4.23 / 3.87
+    ("causal", "forward", 64): {"cudnn": 512, "fa4": 2048},  # 512: 0.292 / 0.239 / 0.309; 4096: 1.35 / 1.16 / 1.19
+    # 512: 0.693 / 0.360 / 0.550 / 0.632; 8192: 4.80 / 3.40 / 3.67 / 3.59
+    ("causal", "forward", 128): {"cudnn": 512, "fa4": 512, "hopper": 512},
+    # 1024: 1.11 / 1.13 / 1.85 / 1.50; 2048: 1.94 / 1.71 / 1.80 / 2.17; 8192: 6.73 / 5.39 / 5.20 / 6.53
+    ("causal", "backward", 64): {"hopper": 2048, "fa4": 2048, "cudnn": 8192},
+    # 2048: 3.69 / 3.63 / 3.79 / 3.66; 4096: 6.62 / 5.80 / 6.27 / 6.31; 8192: 13.1 / 9.98 / 11.1 / 12.8
+    ("causal", "backward", 128): {"fa4": 2048, "cudnn": 4096, "hopper": 2048},
+    ("subset", "forward", 64): {"hopper": 8192},  # 4096: 0.656 / 0.734; 8192: 1.28 / 1.24; 16384: 2.58 / 2.37
+    # 1024: 0.531 / 0.462 / 0.424; 2048: 0.861 / 0.648 / 0.935; 8192: 2.40 / 1.97 / 2.05
+    ("subset", "forward", 128): {"hopper": 1024, "fa4": 2048},
+    # 2048: 1.01 / 1.45 / 1.36; 4096: 1.83 / 1.57 / 1.91; 8192: 3.46 / 2.94 / 3.09
+    ("subset", "backward", 64): {"hopper": 4096, "fa4": 8192},
+    # 4096: 3.67 / 3.67 / 3.55; 8192: 6.89 / 6.40 / 6.67; 16384: 13.3 / 10.3 / 11.1
+    ("subset", "backward", 128): {"fa4": 8192, "hopper": 4096},
+    ("ragged", "forward", 64): {"fa4": 1792},  # longest 1536: 0.486 / 0.505; 3072: 0.775 / 0.747; 6144: 1.27 / 1.22
+    # longest 1536: 1.13 / 0.794 / 0.945; 6144: 2.53 / 1.87 / 1.95
+    ("ragged", "forward", 128): {"fa4": 1024, "hopper": 1024},
+    # longest 1536: 1.33 / 1.32 / 1.46; 3072: 2.22 / 1.94 / 1.98; 6144: 3.61 / 2.94 / 2.94
+    ("ragged", "backward", 64): {"hopper": 2048, "fa4": 2048},
+    # longest 1536: 2.68 / 2.98 / 2.62; 3072: 4.31 / 4.03 / 4.11; 6144: 6.92 / 5.75 / 6.21
+    ("ragged", "backward", 128): {"fa4": 2048, "hopper": 2048},
 }
 
 
 def _choose(what, direction, q, keys):
-    """Libraries to try before our kernel. None in deterministic mode, since their backward adds up in any order."""
+    """Specialists to try before Triton. None in deterministic mode, since their backward adds up in any order."""
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.get_device_capability(q.device) != (9, 0):
         return ()
     width = 64 if q.shape[-1] <= 64 else 128
