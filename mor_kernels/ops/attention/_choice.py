@@ -110,11 +110,11 @@ def _plain(q, k, q_positions, q_lens, k_lens):
 # in ms, what was measured there: Triton / the others in their order (bf16, 65,536 tokens; 15 query heads on 5 of width
 # 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; FlashAttention-4's lists included).
 FASTER = {
-    ("causal", "forward", 64): {"cudnn": 512, "fa4": 2048},  # 512: 0.292 / 0.239 / 0.309; 4096: 1.35 / 1.16 / 1.19
+    ("causal", "forward", 64): {"cudnn": 1024, "fa4": 2048},  # 1024: 0.421 / 0.371 / 0.434; 4096: 1.35 / 1.16 / 1.19
     # 512: 0.693 / 0.360 / 0.550 / 0.632; 8192: 4.80 / 3.40 / 3.67 / 3.59
     ("causal", "forward", 128): {"cudnn": 512, "fa4": 512, "hopper": 512},
     # 1024: 1.11 / 1.13 / 1.85 / 1.50; 2048: 1.94 / 1.71 / 1.80 / 2.17; 8192: 6.73 / 5.39 / 5.20 / 6.53
-    ("causal", "backward", 64): {"hopper": 2048, "fa4": 2048, "cudnn": 8192},
+    ("causal", "backward", 64): {"hopper": 1280, "fa4": 2048, "cudnn": 8192},
     # 2048: 3.69 / 3.63 / 3.79 / 3.66; 4096: 6.62 / 5.80 / 6.27 / 6.31; 8192: 13.1 / 9.98 / 11.1 / 12.8
     ("causal", "backward", 128): {"fa4": 2048, "cudnn": 4096, "hopper": 2048},
     ("subset", "forward", 64): {"hopper": 8192},  # 4096: 0.656 / 0.734; 8192: 1.28 / 1.24; 16384: 2.58 / 2.37
@@ -128,7 +128,7 @@ FASTER = {
     # longest 1536: 1.13 / 0.794 / 0.945; 6144: 2.53 / 1.87 / 1.95
     ("ragged", "forward", 128): {"fa4": 1024, "hopper": 1024},
     # longest 1536: 1.33 / 1.32 / 1.46; 3072: 2.22 / 1.94 / 1.98; 6144: 3.61 / 2.94 / 2.94
-    ("ragged", "backward", 64): {"hopper": 2048, "fa4": 2048},
+    ("ragged", "backward", 64): {"hopper": 1536, "fa4": 2048},
     # longest 1536: 2.68 / 2.98 / 2.62; 3072: 4.31 / 4.03 / 4.11; 6144: 6.92 / 5.75 / 6.21
     ("ragged", "backward", 128): {"fa4": 2048, "hopper": 2048},
 }
