@@ -446,9 +446,10 @@ def _backward(
     if positions is not None:
         positions += q_start
     since, always, seen = _seeing(positions, queries, keys, first_key, gl.minimum(first_key + BOTH, keys) - 1, CHUNK)
-    since = since // BLOCK_M * BLOCK_M  # the sequence's end alone, if any, is a tile that isn't full
+    none = since == queries
+    since = since // BLOCK_M * BLOCK_M  # so that only a tile at the sequence's end may be cut
+    steps = gl.where(none, 0, gl.cdiv(queries - since, BLOCK_M))
     masked = gl.where(first_key + BOTH > seen, queries, always)  # keys that nobody sees never count
-    steps = gl.cdiv(queries - since, BLOCK_M)
     dtype: gl.constexpr = q_tiles.dtype
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     D_S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOTH, BLOCK_M], dtype)
