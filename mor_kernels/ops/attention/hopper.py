@@ -257,6 +257,29 @@ def _prepare(
 
 
 @gluon.jit
+def _bring(
+    tiles_1, tiles_2, row, column, tile_1, tile_2, ready, came, cleaned, first, count,
+    SIZE: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile of each; ``ready`` completes when they are there. Rows from ``count`` on may hold NaN: then the copies
+    complete ``came`` instead, and ``ready`` follows when they are cleaned. How often that was so, in all."""
+    if first + SIZE > count:
+        mbarrier.expect(came, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
+        tma.async_copy_global_to_shared(tiles_1, [row, column], came, tile_1)
+        tma.async_copy_global_to_shared(tiles_2, [row, column], came, tile_2)
+        mbarrier.wait(came, cleaned & 1)
+        _clean(tile_1, first, count, SIZE, D)
+        _clean(tile_2, first, count, SIZE, D)
+        mbarrier.arrive(ready, count=1)
+        cleaned += 1
+    else:
+        mbarrier.expect(ready, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
+        tma.async_copy_global_to_shared(tiles_1, [row, column], ready, tile_1)
+        tma.async_copy_global_to_shared(tiles_2, [row, column], ready, tile_2)
+    return cleaned
+
+
+@gluon.jit
 def _backward_producer(
     q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, came, k_row, k_column, row, column,
     positions, lse, delta, sizes,
@@ -265,20 +288,10 @@ def _backward_producer(
     q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
     k_tile, v_tile, k_ready = of_keys
     since, steps, queries, keys, q_rows, first_key, seen = sizes
-    cleaned = steps * 0  # how often `came` completed: what may hold NaN is overwritten before others see it
-    if first_key + BOTH > seen:
-        mbarrier.expect(came, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tiles, [k_row, k_column], came, k_tile)
-        tma.async_copy_global_to_shared(v_tiles, [k_row, k_column], came, v_tile)
-        mbarrier.wait(came, 0)
-        _clean(k_tile, first_key, seen, BOTH, D)
-        _clean(v_tile, first_key, seen, BOTH, D)
-        mbarrier.arrive(k_ready, count=1)
-        cleaned += 1
-    else:
-        mbarrier.expect(k_ready, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tiles, [k_row, k_column], k_ready, k_tile)
-        tma.async_copy_global_to_shared(v_tiles, [k_row, k_column], k_ready, v_tile)
+    cleaned = steps * 0
+    cleaned = _bring(
+        k_tiles, v_tiles, k_row, k_column, k_tile, v_tile, k_ready, came, cleaned, first_key, seen, BOTH, D
+    )  # fmt: skip
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     first = since
     for i in range(steps * GROUP):
@@ -294,20 +307,10 @@ def _backward_producer(
         delta_ring.index(stage).store(sums)
         position_ring.index(stage).store(position)
         barrier()
-        q_tile, d_out_tile, ready = q_ring.index(stage), d_out_ring.index(stage), q_ready.index(stage)
-        if first + BLOCK_M > queries:
-            mbarrier.expect(came, q_tiles.block_type.nbytes + d_out_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_tiles, [row + first, column], came, q_tile)
-            tma.async_copy_global_to_shared(d_out_tiles, [row + first, column], came, d_out_tile)
-            mbarrier.wait(came, cleaned & 1)
-            _clean(q_tile, first, queries, BLOCK_M, D)
-            _clean(d_out_tile, first, queries, BLOCK_M, D)
-            mbarrier.arrive(ready, count=1)
-            cleaned += 1
-        else:
-            mbarrier.expect(ready, q_tiles.block_type.nbytes + d_out_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_tiles, [row + first, column], ready, q_tile)
-            tma.async_copy_global_to_shared(d_out_tiles, [row + first, column], ready, d_out_tile)
+        cleaned = _bring(
+            q_tiles, d_out_tiles, row + first, column, q_ring.index(stage), d_out_ring.index(stage),
+            q_ready.index(stage), came, cleaned, first, queries, BLOCK_M, D,
+        )  # fmt: skip
         first += BLOCK_M
         if first >= queries:  # the next head
             first = since
