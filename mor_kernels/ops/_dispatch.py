@@ -117,17 +117,17 @@ def unavailable(
         return "the tensors are on the CPU" + (", which needs TRITON_INTERPRET=1" if backend == "triton" else "")
     if not torch.cuda.is_available() or torch.version.hip:
         return "no CUDA device is visible"
-    if backend == "hopper":
-        found = importlib.import_module("triton").__version__
-        if tuple(int(part) for part in found.split(".")[:2]) < (3, 6):
-            return f"it needs Triton 3.6 or newer, not {found}"
     if backend == "fa4" and not _installed("flash_attn.cute"):
         return "flash-attn-4 is not installed; pip install mor-kernels[fa4]"
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
     capability = torch.cuda.get_device_capability(device)
     if backend == "hopper":
-        return None if capability == (9, 0) else f"it needs compute capability 9.0 (H100), not {capability}"
+        if capability != (9, 0):
+            return f"it needs compute capability 9.0 (H100), not {capability}"
+        found = importlib.import_module("triton").__version__
+        old = tuple(int(part) for part in found.split(".")[:2]) < (3, 6)
+        return f"it needs Triton 3.6 or newer, not {found}" if old else None
     least, name = ((9, 0), "9.0 (H100)") if backend in SPECIALISTS else ((8, 0), "8.0 (A100)")
     return None if capability >= least else f"it needs compute capability {name} or newer, not {capability}"
 

@@ -97,6 +97,26 @@ def test_what_hopper_takes():
     torch.use_deterministic_algorithms(False)
 
 
+def test_hopper_reads_rows_in_place_where_tma_can():
+    hopper = pytest.importorskip("mor_kernels.ops.attention.hopper", exc_type=ImportError)
+    fused = torch.randn(2, 5, 4 * 64).bfloat16()
+    for t in (fused.unflatten(-1, (4, 64))[:, :, 1:3], fused[0].unflatten(-1, (4, 64))):
+        rows = hopper._rows(t)
+        assert rows.data_ptr() == t.data_ptr()
+        torch.testing.assert_close(rows, t.reshape(-1, t.shape[-2] * 64), rtol=0, atol=0)
+    for t in (
+        fused.unflatten(-1, (4, 64)).transpose(1, 2).contiguous().transpose(1, 2),  # heads first
+        fused.unflatten(-1, (2, 128))[..., 1:65],  # no multiple of 16 bytes
+        fused.unflatten(-1, (4, 64))[:, :, :, ::2],
+        fused[:1, :1].unflatten(-1, (4, 64)).expand(1, 5, 4, 64),  # one row for all
+    ):
+        rows = hopper._rows(t)
+        assert rows.is_contiguous() and rows.data_ptr() % 16 == 0 and rows.data_ptr() != t.data_ptr()
+        torch.testing.assert_close(rows, t.reshape(-1, t.shape[-2] * t.shape[-1]), rtol=0, atol=0)
+    for shape in ((2, 0, 4, 64), (0, 4, 64), (2, 5, 0, 64)):
+        assert hopper._rows(torch.empty(shape)).numel() == 0
+
+
 def test_what_a_library_takes():
     q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16) for n in (8, 9))
     lens, positions = torch.tensor([3, 4]), torch.zeros(2, 8, dtype=torch.int64)

@@ -39,7 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._triton import contiguous
 from ._triton import cleared, cleared_gradients
-from .triton import CHUNK, SECTION_BYTES, _item, _positions, _span, _statistic
+from .triton import CHUNK, Sizes, _item, _positions, _span, _statistic
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-1e38)
@@ -261,8 +261,8 @@ def _bring(
     tiles_1, tiles_2, row, column, tile_1, tile_2, ready, came, cleaned, first, count,
     SIZE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of each; ``ready`` completes when they are there. Rows from ``count`` on may hold NaN: then the copies
-    complete ``came`` instead, and ``ready`` follows when they are cleaned. How often that was so, in all."""
+    """Copy a tile of each; ``ready`` completes when they are there. Rows from ``count`` on may hold NaN: the copies then
+    complete ``came`` instead, and ``ready`` follows when they are cleaned. Returns how often that was so, in all."""
     if first + SIZE > count:
         mbarrier.expect(came, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
         tma.async_copy_global_to_shared(tiles_1, [row, column], came, tile_1)
@@ -505,8 +505,9 @@ def _backward(
 
 def _rows(x):
     """(rows, heads * d): a view, if TMA can read it (16 bytes at once), or a copy."""
-    x = x.reshape(-1, x.shape[-2] * x.shape[-1])
-    fits = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    x = x.flatten(-2).flatten(0, -2)
+    apart = x.stride(0) >= x.shape[1] and x.stride(0) * x.element_size() % 16 == 0
+    fits = x.stride(1) == 1 and apart and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -517,35 +518,29 @@ def _tiles(rows, height, width):
     return TensorDescriptor.from_tensor(rows, [height, width], layout)
 
 
-class _Call:
+class _Call(Sizes):
     """What both directions of one call have in common."""
 
     def __init__(self, q, k, v, q_positions, q_ends, k_ends, scale, longest=None):
+        super().__init__(q, k, q_ends, longest)
         self.q, self.k, self.v = (_rows(t) for t in (q, k, v))
         self.shapes = q.shape, k.shape
         self.positions, *self.ends = contiguous(q_positions, q_ends, k_ends)
         self.scale = scale
-        self.packed = longest is not None
-        self.heads, self.width = q.shape[-2:]
-        self.groups = k.shape[-2]
-        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
-        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
-        self.q_longest, self.k_longest = longest or (self.q_rows, self.k_rows)
 
     def launch(self, kernel, length, streamed, *arguments, **constants):
         """One program a tile of 128 of ``length`` rows, or keys, of each sequence and key/value head."""
-        pairs, tiles = self.batch * self.groups, triton.cdiv(length, BOTH.value)
-        if not pairs * tiles:
+        tiles = triton.cdiv(length, BOTH.value)
+        if not self.pairs * tiles:
             return
-        section = min(pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * self.q.element_size())))
-        kernel[(pairs * tiles,)](
-            *arguments, self.groups, pairs, tiles, section, self.q_rows, self.k_rows,
+        section = self.section(streamed, self.q.element_size())
+        kernel[(self.pairs * tiles,)](
+            *arguments, self.groups, self.pairs, tiles, section, self.q_rows, self.k_rows,
             GROUP=self.heads // self.groups, D=self.width, PACKED=self.packed, num_warps=4, **constants,
         )  # fmt: skip
 
     def forward(self):
-        shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
-        out, lse = self.q.new_empty(self.shapes[0]), self.q.new_empty(shape, dtype=torch.float32)
+        out, lse = self.q.new_empty(self.shapes[0]), self.q.new_empty(self.lse_shape, dtype=torch.float32)
         if not (self.q.numel() and self.k.numel()):
             return out.zero_(), lse.fill_(-float("inf"))
         block_n = 128

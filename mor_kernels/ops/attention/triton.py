@@ -433,16 +433,32 @@ CHUNK = 1024  # positions that are compared at once
 PIPELINES_INDIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
-class _Call:
+class Sizes:
+    """Of one call; ``longest`` bounds the lengths where sequences are packed."""
+
+    def __init__(self, q, k, q_ends, longest=None):
+        self.packed = longest is not None
+        self.heads, self.width = q.shape[-2:]
+        self.groups = k.shape[-2]
+        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
+        self.pairs = self.batch * self.groups
+        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
+        self.q_longest, self.k_longest = longest or (self.q_rows, self.k_rows)
+        self.lse_shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
+
+    def section(self, streamed, itemsize):
+        """How many (sequence, head) pairs are computed at a time, by the rows that each of their tiles passes over."""
+        return min(self.pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
+
+
+class _Call(Sizes):
     """What the kernels of one call have in common."""
 
     def __init__(self, q, k, v, k_fresh, v_fresh, q_positions, q_ends, k_ends, scale, longest=None):
         if scale <= 0:  # the kernels take maxima before they scale, and scale what is masked, -inf, too
             q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        self.packed = longest is not None
-        self.heads, self.width = q.shape[-2:]
-        self.groups = k.shape[-2]
+        super().__init__(q, k, q_ends, longest)
         self.q, self.k, self.v = q, k, v
         self.k_fresh, self.v_fresh, self.positions, *self.ends = contiguous(
             k_fresh, v_fresh, q_positions, q_ends, k_ends
@@ -452,9 +468,6 @@ class _Call:
         block_d = max(16, triton.next_power_of_2(self.width))
         self.settings = settings(block_d, exact, q.device)
         self.strides = [s for t in (q, k, v) for s in ((0, *t.stride()[:2]) if self.packed else t.stride()[:3])]
-        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
-        self.q_longest, self.k_longest = longest or (q.shape[1], k.shape[1])
-        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
         self.pitch = triton.cdiv(self.q_rows, ALIGN.value) + GAP.value * (self.batch if self.packed else 1)
         self.constants = {
             "GROUP": self.heads // self.groups,
@@ -473,13 +486,12 @@ class _Call:
         else:
             tiles = triton.cdiv(self.q_longest * group, setting.rows)
             streamed = self.k_longest
-        pairs = self.batch * self.groups
-        if not pairs * tiles:
+        if not self.pairs * tiles:
             return
         pipelined = self.k_fresh is None or PIPELINES_INDIRECT
-        section = min(pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
-        kernel[(pairs * tiles,)](
-            *arguments, *self.strides, self.groups, pairs, tiles, section, self.q_rows, self.k_rows, self.pitch,
+        kernel[(self.pairs * tiles,)](
+            *arguments, *self.strides, self.groups, self.pairs, tiles, self.section(streamed, itemsize),
+            self.q_rows, self.k_rows, self.pitch,
             **self.constants, **constants, BLOCK_M=setting.rows, BLOCK_N=setting.keys,
             num_warps=setting.num_warps, num_stages=setting.num_stages if pipelined else 1, maxnreg=setting.registers,
         )  # fmt: skip
@@ -500,8 +512,7 @@ class _Call:
     def forward(self):
         q = self.q
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
-        lse = q.new_empty(shape, dtype=torch.float32)
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         self.launch(_forward, self.settings.forward, *self.inputs(), self.positions, *self.ends, out, lse, self.scale)
         return out, lse
 
