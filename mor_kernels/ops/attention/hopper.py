@@ -261,8 +261,8 @@ def _bring(
     tiles_1, tiles_2, row, column, tile_1, tile_2, ready, came, cleaned, first, count,
     SIZE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of each; ``ready`` completes when they are there. Rows from ``count`` on may hold NaN: the copies then
-    complete ``came`` instead, and ``ready`` follows when they are cleaned. Returns how often that was so, in all."""
+    """Copy a tile of each; ``ready`` completes when they are there. Rows from ``count`` on may hold NaN: the copies
+    then complete ``came`` instead, and ``ready`` follows when they are cleaned. Returns how often that was, in all."""
     if first + SIZE > count:
         mbarrier.expect(came, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
         tma.async_copy_global_to_shared(tiles_1, [row, column], came, tile_1)
