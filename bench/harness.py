@@ -2,7 +2,8 @@
 
 A benchmark is a list of :class:`Case`; each holds our implementation and its rivals. Every implementation is compared
 with an independent float64 computation before it is timed. All are timed alike: R calls on R different input sets in
-one CUDA graph, so that no call finds its inputs in the L2 cache and launch gaps count for nobody.
+one CUDA graph, so that no call finds its inputs in the L2 cache and launch gaps count for nobody. Those of a case take
+turns, in another order each time: a card at its power limit slows down, by a tenth and more, and not when one expects.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -30,7 +32,8 @@ from mor_kernels import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-REPLAYS, QUICK_REPLAYS = 60, 15
+TURNS = 3
+REPLAYS, QUICK_REPLAYS = 20, 5  # in a turn
 MIN_SETS, MAX_SETS = 8, 512  # eight calls hide the start of a graph; 512 keep it small where the inputs are tiny
 ROUNDOFF = 2.0**-8  # of bf16: the largest relative error of rounding once
 
@@ -129,8 +132,17 @@ def matmul_flops_per_second() -> float:
     return 2 * 8192**3 / (statistics.median(_elapsed(lambda: torch.mm(a, b, out=product), 30)) / 1e3)
 
 
-def time_on_gpu(case: Case, implementation: Implementation, replays: int) -> tuple[Timing, float]:
-    """Time on the current stream, which must not be the default one; also the error of what the graph computed.
+@dataclass(frozen=True)
+class Samples:
+    """Of one turn: milliseconds a call, how they were measured, and the error of what was computed meanwhile."""
+
+    ms: list[float]
+    how: str
+    error: float = 0.0
+
+
+def sample_on_gpu(case: Case, implementation: Implementation, replays: int) -> Samples:
+    """Time on the current stream, which must not be the default one.
 
     The outputs of all calls stay alive during the capture, so that they are written to cold lines too; temporaries
     are reused within the graph's pool.
@@ -150,39 +162,52 @@ def time_on_gpu(case: Case, implementation: Implementation, replays: int) -> tup
         torch.cuda.synchronize()
         turn = iter(calls * replays)
         flush = torch.empty(4 * l2_bytes, dtype=torch.uint8, device="cuda")
-        samples = _elapsed(lambda: next(turn)(), replays, before=lambda: flush.fill_(1))
-        return Timing.of(samples, "events"), 0.0
+        return Samples(_elapsed(lambda: next(turn)(), replays, before=lambda: flush.fill_(1)), "events")
     graph.replay()
     # the last set was not warmed up on, so that an op in place has worked on it exactly once
     error = case.check(case.make(len(sets) - 1), outputs[-1], implementation.ours)
     warm = _elapsed(graph.replay, 3)
-    replays = min(replays, max(QUICK_REPLAYS, int(600 / warm[-1])))  # about 0.6 s a row, where calls are long
-    return Timing.of([ms / len(calls) for ms in _elapsed(graph.replay, replays)], "graph"), error
+    replays = min(replays, max(QUICK_REPLAYS, int(200 / warm[-1])))  # about 0.2 s, where calls are long
+    return Samples([ms / len(calls) for ms in _elapsed(graph.replay, replays)], "graph", error)
 
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]
 
 
-def measure(case: Case, implementation: Implementation, result: dict, timer: Callable) -> dict:
-    """One row; ``failed`` holds the reason if the check or the timing failed."""
+def measure(case: Case, result: dict, sample: Callable[[Case, Implementation], Samples]) -> list[dict]:
+    """A row an implementation, all timed in turns; ``failed`` holds the reason if the check or the timing failed."""
     floor = case.nbytes / result["copy_bandwidth"]
     if case.flops:
         floor = max(floor, case.flops / result["matmul_flops_per_second"])
-    row = {
-        "case": case.name, "op": case.op, "impl": implementation.name, "ours": implementation.ours,
-        "bytes": case.nbytes, **({"flops": case.flops} if case.flops else {}), "floor_ms": floor * 1e3,
-        "ms": None, "p20": None, "p80": None, "timing": None, "error": None, "failed": None,
-    }  # fmt: skip
-    try:
-        error = verify(case, implementation)
-        timing, replayed_error = timer(case, implementation)
-        row |= {"ms": timing.ms, "p20": timing.p20, "p80": timing.p80, "timing": timing.how}
-        row["error"] = max(error, replayed_error)
-    except Exception as error:
-        row["failed"] = _reason(error)
-        traceback.print_exc()
-    return row
+    rows = [
+        {
+            "case": case.name, "op": case.op, "impl": implementation.name, "ours": implementation.ours,
+            "bytes": case.nbytes, **({"flops": case.flops} if case.flops else {}), "floor_ms": floor * 1e3,
+            "ms": None, "p20": None, "p80": None, "timing": None, "error": None, "failed": None,
+        }
+        for implementation in case.implementations
+    ]  # fmt: skip
+    samples: list[list[Samples]] = [[] for _ in rows]
+
+    def attempt(i: int, step: Callable[[Case, Implementation], Any]) -> Any:
+        if not rows[i]["failed"]:
+            try:
+                return step(case, case.implementations[i])
+            except Exception as error:
+                rows[i]["failed"] = _reason(error)
+                traceback.print_exc()
+
+    errors = [attempt(i, verify) for i in range(len(rows))]
+    for turn in range(TURNS):
+        for i in random.Random(turn).sample(range(len(rows)), len(rows)):
+            samples[i].append(attempt(i, sample))
+    for row, error, turns in zip(rows, errors, samples):
+        if not row["failed"]:
+            timing = Timing.of([ms for turn in turns for ms in turn.ms], turns[0].how)
+            row |= {"ms": timing.ms, "p20": timing.p20, "p80": timing.p80, "timing": timing.how}
+            row["error"] = max(error, *(turn.error for turn in turns))
+    return rows
 
 
 def best_rival(rows: list[dict], op: str, case: str) -> dict | None:
@@ -261,14 +286,14 @@ def environment(commit: str | None = None) -> dict:
 
 
 def write(result: dict, path: Path) -> None:
-    """Written aside and renamed: a run that is killed leaves the rows measured so far."""
+    """Written aside and renamed: a run that is killed leaves the cases measured so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(aside, path)
 
 
-def run(cases: list[Case], result: dict, path: Path, timer: Callable) -> int:
+def run(cases: list[Case], result: dict, path: Path, sample: Callable[[Case, Implementation], Samples]) -> int:
     """Measure all cases into ``result`` and ``path``.
 
     Returns:
@@ -279,11 +304,12 @@ def run(cases: list[Case], result: dict, path: Path, timer: Callable) -> int:
     print(format_cells([name for name, _ in columns], columns), flush=True)
     for case in cases:
         torch._dynamo.reset()  # else one function compiled for many shapes reaches the limit and runs uncompiled
-        for implementation in case.implementations:
-            row = measure(case, implementation, result, timer)
-            result["rows"].append(row)
-            print(format_row(row, best_rival(result["rows"], case.op, case.name), matmul), flush=True)
-            write(result, path)
+        rows = measure(case, result, sample)
+        result["rows"] += rows
+        write(result, path)
+        rival = best_rival(rows, case.op, case.name)
+        for row in rows:
+            print(format_row(row, rival, matmul), flush=True)
         if case.flops:
             print(against_each(result["rows"], case.op, case.name), flush=True)
     result["complete"] = True
@@ -382,7 +408,7 @@ def on_gpu(
         path = options.out / f"{benchmark}-{card}{suffix}.json"
         print(title(result), flush=True)
         replays = QUICK_REPLAYS if options.quick else REPLAYS
-        failed = run(cases, result, path, lambda case, implementation: time_on_gpu(case, implementation, replays))
+        failed = run(cases, result, path, lambda case, implementation: sample_on_gpu(case, implementation, replays))
     chart(result, path.with_suffix(".png"))
     print(f"copy bandwidth {bandwidth(result)}; {time.perf_counter() - began:.0f} s; written to {path}")
     if failed:

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import json
+import statistics
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import harness
-from bench.harness import Case, Implementation, Mismatch, Timing
+from bench.harness import Case, Implementation, Mismatch, Samples, Timing
 
 ROW = {"case": "B2", "op": "double", "impl": "triton", "ours": True, "bytes": 3_000_000, "floor_ms": 0.001,
        "ms": 0.002, "p20": 0.0019, "p80": 0.0021, "timing": "graph", "error": 0.5, "failed": None}  # fmt: skip
@@ -34,7 +35,7 @@ def result():
 
 
 def timer(milliseconds):
-    return lambda case, implementation: (Timing(milliseconds[implementation.name], 0.1, 0.3, "graph"), 0.0)
+    return lambda case, implementation: Samples([milliseconds[implementation.name]] * 3, "graph")
 
 
 def test_enough_sets_to_leave_the_cache_but_not_too_many():
@@ -110,7 +111,7 @@ def on_a_gpu(monkeypatch, tmp_path, cases, **more):
     monkeypatch.setattr(harness, "environment", lambda commit: {"card": "A Card", "torch": "2", "triton": "3"})
     monkeypatch.setattr(harness, "copy_bandwidth", lambda: 3e12)
     monkeypatch.setattr(harness, "matmul_flops_per_second", lambda: 7e14)
-    monkeypatch.setattr(harness, "time_on_gpu", lambda *_: (Timing(0.1, 0.1, 0.1, "graph"), 0.0))
+    monkeypatch.setattr(harness, "sample_on_gpu", lambda *_: Samples([0.1], "graph"))
     monkeypatch.setattr(harness, "chart", lambda result, path: None)
     options = harness.command_line("double").parse_args(["--out", str(tmp_path)])
     return harness.on_gpu("double", lambda: cases, options, **more)
@@ -133,18 +134,55 @@ def test_the_rate_of_a_matrix_product_is_measured_where_operations_are_counted(m
     assert "700 TFLOP/s" in harness.title(counted) and "TFLOP" not in harness.title(without)
 
 
-def test_rows_are_written_as_they_are_measured(tmp_path):
+def test_implementations_take_turns_and_their_samples_are_pooled(tmp_path):
+    taken = []
+
+    def sample(case, implementation):
+        taken.append(implementation.name)
+        return Samples([float(len(taken))], "graph", error=0.1 * len(taken))
+
+    functions = {name: lambda x: x + x for name in "abc"} | {"wrong": lambda x: 3 * x, "ours": lambda x: 2 * x}
+    measured = result()
+    harness.run([case(**functions)], measured, tmp_path / "double.json", sample)
+    assert sorted(taken) == sorted(["a", "b", "c", "ours"] * harness.TURNS)
+    turns = [taken[i : i + 4] for i in range(0, len(taken), 4)]
+    assert all(sorted(turn) == ["a", "b", "c", "ours"] for turn in turns) and len(set(map(tuple, turns))) > 1
+    for row in measured["rows"]:
+        if row["impl"] != "wrong":
+            when = [i + 1 for i, name in enumerate(taken) if name == row["impl"]]
+            assert row["ms"] == statistics.median(when) and row["error"] == pytest.approx(0.1 * when[-1])
+
+
+def test_an_implementation_that_fails_in_a_later_turn_has_failed(tmp_path):
+    taken = []
+
+    def sample(case, implementation):
+        taken.append(implementation.name)
+        if implementation.name == "right" and taken.count("right") == 2:
+            raise RuntimeError("out of memory")
+        return Samples([0.1], "graph")
+
+    measured = result()
+    cases = [case(right=lambda x: x + x, ours=lambda x: 2 * x)]
+    assert harness.run(cases, measured, tmp_path / "double.json", sample) == 1
+    right, ours = measured["rows"]
+    assert right["failed"] == "RuntimeError: out of memory" and right["ms"] is None and ours["ms"] == 0.1
+    assert taken.count("right") == 2 and taken.count("ours") == harness.TURNS
+
+
+def test_cases_are_written_as_they_are_measured(tmp_path):
     path = tmp_path / "double.json"
+    first, second = (dataclasses.replace(case(ours=lambda x: 2 * x), name=name) for name in ("N5", "N6"))
 
     def killed(case, implementation):
-        if implementation.name == "ours":
+        if case is second:
             raise KeyboardInterrupt
-        return Timing(0.2, 0.1, 0.3, "events"), 0.0
+        return Samples([0.2], "events")
 
     with pytest.raises(KeyboardInterrupt):
-        harness.run([case(right=lambda x: x + x, ours=lambda x: 2 * x)], result(), path, killed)
+        harness.run([first, second], result(), path, killed)
     left = json.loads(path.read_text())
-    assert not left["complete"] and [row["impl"] for row in left["rows"]] == ["right"]
+    assert not left["complete"] and [row["case"] for row in left["rows"]] == ["N5"]
 
 
 def test_inputs_that_an_implementation_changes_are_checked_against_untouched_ones():
