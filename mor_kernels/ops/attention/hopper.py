@@ -1,11 +1,16 @@
 """Attention of queries at given positions over all keys up to them, in Gluon for Hopper; the maths is triton.py's.
 
-A program is several warp groups, each with work of its own. A producer copies tiles to shared memory by TMA, as many
-stages ahead as a ring holds; two consumers multiply by wgmma, 64 rows each, so that one's softmax runs beside the
-other's products.
+Tiles come to shared memory by TMA, and wgmma multiplies them, 64 rows a warp group.
 
-Forward: a program holds 128 rows (query * GROUP + head of the group) and passes over keys and values. The product of
-probabilities and values of a tile runs together with the scores of the next.
+Forward, heads of 64: a program is one warp group, which holds 64 rows (query * GROUP + head of the group), passes over
+keys and values and starts their copies itself. Four programs share a multiprocessor: one's softmax runs beside
+another's products.
+
+The other kernels' programs are several warp groups, each with work of its own: a producer starts copies, as many stages
+ahead as a ring holds, for two consumers.
+
+Forward, heads of 128: each consumer holds 64 rows. The product of probabilities and values of a tile runs together with
+the scores of the next.
 
 Backward: a program holds 128 keys and passes over the queries of each head of its group, once: the five products
 
@@ -15,8 +20,8 @@ instead of the seven of two passes. d_s goes through shared memory to a third wa
 keys and adds d_q to sums in memory, in fp32, by TMA. In which order programs add is not determined, and so are the last
 bits of d_q; sums take four bytes an element of q beside it.
 
-Keys and values that no row of a program sees, and queries past a sequence's end, may be NaN: the producer overwrites
-them by zeros in shared memory before others see them.
+Keys and values that no row of a program sees, and queries past a sequence's end, may be NaN: they are overwritten by
+zeros in shared memory before they are multiplied.
 """
 
 from __future__ import annotations
@@ -76,6 +81,165 @@ def _clean(tile, first, count, SIZE: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _mask(s, position, first):
+    """Scores of keys from ``first`` on, -inf where a row's position is before the key."""
+    key = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    return gl.where(key[None, :] <= position[:, None], s, -float("inf"))
+
+
+@gluon.jit
+def _softmax(s, largest, scale_2):
+    """Of a tile of scores: p before it is divided by its sum, by how much what came before fades, the new maxima."""
+    new_largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
+    return gl.exp2(s * scale_2 - new_largest[:, None]), gl.exp2(largest - new_largest), new_largest
+
+
+@gluon.jit
+def _sums(p):
+    """Of each row, what each of the four threads that hold it sees; added up when all tiles are."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _scaled(x, factor):
+    """The rows of x times their factors."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP: gl.constexpr, PACKED: gl.constexpr):
+    """out and lse of 64 rows, from sums over the keys."""
+    OF_ROW: gl.constexpr = position.type.layout
+    OUT: gl.constexpr = acc.type.layout
+    D: gl.constexpr = acc.shape[1]
+    q_start, queries, q_rows, heads, first_head = sizes
+    row = first_row + gl.arange(0, ROWS, OF_ROW)
+    query = row // GROUP
+    some = position >= 0
+    total = gl.where(some, gl.convert_layout(gl.sum(total, 1), OF_ROW), 1.0)
+    written = query < (queries if PACKED else q_rows)
+    at = _statistic(q_start, q_rows, heads, PACKED) + (first_head + row % GROUP) * q_rows.to(gl.int64) + query
+    gl.store(lse + at, gl.where(some, (largest + gl.log2(total)) / LOG2_E, -float("inf")), mask=written)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    at = ((q_start + row // GROUP) * heads + first_head + row % GROUP) * D
+    written = row // GROUP < (queries if PACKED else q_rows)
+    some = gl.convert_layout(some, gl.SliceLayout(1, OUT))
+    acc = gl.where(some[:, None], _scaled(acc, 1.0 / total), 0.0).to(out.dtype.element_ty)
+    gl.store(out + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :], acc, mask=written[:, None])
+
+
+@gluon.jit
+def _copy(tiles, at, ready, tile):
+    mbarrier.expect(ready, tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(tiles, at, ready, tile)
+
+
+@gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
+def _forward_narrow(
+    k_tiles, v_tiles, q, positions, q_ends, k_ends, out, lse, scale, q_token,
+    groups, pairs, tiles, section, q_rows, k_rows,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """out and lse of 64 rows. The last tiles see most keys and come first.
+
+    A tile is copied over another as soon as its product is done: a warp group multiplies as one, so that then none of
+    its warps reads the other any more.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    IN_WARP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # all rows in each warp: extremes without the others
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_tiles.dtype)
+    dtype: gl.constexpr = q.dtype.element_ty
+    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
+    b = b.to(gl.int64)
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    first_row = (tiles - 1 - tile) * ROWS
+    if PACKED:
+        if first_row // GROUP >= queries:
+            return
+    q_tile = gl.allocate_shared_memory(k_tiles.dtype, [ROWS, D], TILE)
+    k_ring = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, BLOCK_N, D], k_tiles.layout)
+    v_ring = gl.allocate_shared_memory(v_tiles.dtype, [STAGES, BLOCK_N, D], v_tiles.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(slot), count=1)
+        mbarrier.init(v_ready.index(slot), count=1)
+    key, column = k_start.to(gl.int32), g * D
+    _copy(k_tiles, [key, column], k_ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
+    _copy(v_tiles, [key, column], v_ready.index(0), v_ring.index(0))
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    at = (q_start + row // GROUP) * q_token + (g * GROUP + row % GROUP) * D
+    inside = (row // GROUP < queries)[:, None]
+    rows = gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOAD))[None, :], mask=inside, other=0.0)
+    if positions is not None:
+        positions += q_start
+    query = (first_row + gl.arange(0, ROWS, IN_WARP)) // GROUP
+    valid = query < queries
+    position = _positions(positions, query, queries, keys)
+    seen = gl.max(gl.where(valid, position, -1), 0) + 1
+    unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
+    n_tiles = gl.cdiv(seen, BLOCK_N)
+    for slot in gl.static_range(1, STAGES):
+        if slot < n_tiles:
+            _copy(k_tiles, [key + slot * BLOCK_N, column], k_ready.index(slot), k_ring.index(slot))
+            _copy(v_tiles, [key + slot * BLOCK_N, column], v_ready.index(slot), v_ring.index(slot))
+    query = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
+    position = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
+    q_tile.store(rows)
+    fence_async_shared()
+    barrier()
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    largest = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
+    total = _sums(zeros)
+    scale_2 = scale * LOG2_E
+    mbarrier.wait(k_ready.index(0), 0)
+    if n_tiles > 0:
+        s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        if STAGES < n_tiles:
+            _copy(k_tiles, [key + STAGES * BLOCK_N, column], k_ready.index(0), k_ring.index(0))
+        if unmasked <= 0:
+            s = _mask(s, position, 0)
+        p, fade, largest = _softmax(s, largest, scale_2)
+        total = _sums(p)
+        for i in range(1, n_tiles):
+            stage, before = i % STAGES, (i - 1) % STAGES
+            p_before = gl.convert_layout(p.to(dtype), P)
+            mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
+            s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
+            acc = warpgroup_mma(p_before, v_ring.index(before), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            after = i + STAGES
+            if after < n_tiles:
+                _copy(k_tiles, [key + after * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
+            if i >= unmasked:
+                s = _mask(s, position, i * BLOCK_N)
+            p, fade, largest = _softmax(s, largest, scale_2)
+            total = _scaled(total, fade) + _sums(p)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            if after - 1 < n_tiles:
+                _copy(v_tiles, [key + (after - 1) * BLOCK_N, column], v_ready.index(before), v_ring.index(before))
+            acc = _scaled(acc, fade)
+        last = n_tiles - 1
+        v_tile = v_ring.index(last % STAGES)
+        mbarrier.wait(v_ready.index(last % STAGES), _parity(last, STAGES))
+        if n_tiles * BLOCK_N > seen:
+            _clean(v_tile, last * BLOCK_N, seen, BLOCK_N, D)
+        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        mbarrier.wait(v_ready.index(0), 0)  # a copy mustn't outlive its program
+    sizes = (q_start, queries, q_rows, groups * GROUP, g * GROUP)
+    _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP, PACKED)
+
+
+@gluon.jit
 def _forward_producer(
     k_tiles, v_tiles, rings, came, row, column, n_tiles, seen,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -125,11 +289,10 @@ def _forward_consumer(
     unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
     own = gl.cdiv(seen, BLOCK_N)  # the other consumer may have more
     barrier()
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     largest = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
-    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    total = _sums(zeros)
     scale_2 = scale * LOG2_E
     if own > 0:
         mbarrier.wait(k_ready.index(0), 0)
@@ -137,10 +300,9 @@ def _forward_consumer(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(0), count=1)
         if unmasked <= 0:
-            s = gl.where(n[None, :] <= position[:, None], s, -float("inf"))
-        largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
-        p = gl.exp2(s * scale_2 - largest[:, None])
-        total = gl.sum(p, 1)
+            s = _mask(s, position, 0)
+        p, fade, largest = _softmax(s, largest, scale_2)
+        total = _sums(p)
         for i in range(1, own):
             stage, before = i % STAGES, (i - 1) % STAGES
             p_before = gl.convert_layout(p.to(dtype), P)
@@ -151,15 +313,12 @@ def _forward_consumer(
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_free.index(stage), count=1)
             if i >= unmasked:
-                s = gl.where(n[None, :] <= (position - i * BLOCK_N)[:, None], s, -float("inf"))
-            new_largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
-            p = gl.exp2(s * scale_2 - new_largest[:, None])
-            fade = gl.exp2(largest - new_largest)
-            total = total * fade + gl.sum(p, 1)
-            largest = new_largest
+                s = _mask(s, position, i * BLOCK_N)
+            p, fade, largest = _softmax(s, largest, scale_2)
+            total = _scaled(total, fade) + _sums(p)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_free.index(before), count=1)
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
+            acc = _scaled(acc, fade)
         before = (own - 1) % STAGES
         mbarrier.wait(v_ready.index(before), _parity(own - 1, STAGES))
         acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_ring.index(before), acc, is_async=True)
@@ -171,37 +330,27 @@ def _forward_consumer(
         mbarrier.arrive(k_free.index(stage), count=1)
         mbarrier.wait(v_ready.index(stage), _parity(i, STAGES))
         mbarrier.arrive(v_free.index(stage), count=1)
-    some = position >= 0
-    total = gl.where(some, total, 1.0)
-    written = query < (queries if PACKED else q_rows)
-    at = _statistic(q_start, q_rows, heads, PACKED) + (first_head + row % GROUP) * q_rows.to(gl.int64) + query
-    gl.store(lse + at, gl.where(some, (largest + gl.log2(total)) / LOG2_E, -float("inf")), mask=written)
-    factor = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    at = ((q_start + row // GROUP) * heads + first_head + row % GROUP) * D
-    written = row // GROUP < (queries if PACKED else q_rows)
-    d = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    some = gl.convert_layout(some, gl.SliceLayout(1, OUT))
-    acc = gl.where(some[:, None], acc * factor[:, None], 0.0)
-    gl.store(out + at[:, None] + d[None, :], acc.to(dtype), mask=written[:, None])
+    sizes = (q_start, queries, q_rows, heads, first_head)
+    _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP, PACKED)
 
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
-def _forward(
+def _forward_wide(
     k_tiles, v_tiles, q, positions, q_ends, k_ends, out, lse, scale, q_token,
     groups, pairs, tiles, section, q_rows, k_rows,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of a tile of rows. The last tiles see most keys and come first."""
-    b, g, tile = _item(groups, pairs, tiles, section)
+    """out and lse of 128 rows. The last tiles see most keys and come first."""
+    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
+    b = b.to(gl.int64)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     first_row = (tiles - 1 - tile) * BOTH
     if positions is not None:
         positions += q_start
-    ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    query = (first_row + gl.arange(0, BOTH, ANY)) // GROUP
+    IN_WARP: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all rows in each warp
+    query = (first_row + gl.arange(0, BOTH, IN_WARP)) // GROUP
     position = _positions(positions, query, queries, keys)
     seen = gl.max(gl.where(query < queries, position, -1), 0) + 1
     n_tiles = gl.cdiv(seen, BLOCK_N)
@@ -222,7 +371,7 @@ def _forward(
         mbarrier.init(v_free.index(stage), count=2)
     rings = (k_ring, v_ring, k_ready, v_ready, k_free, v_free)
     sizes = (n_tiles, q_token, q_start, queries, keys, q_rows, groups * GROUP, g * GROUP)
-    row, column = k_start.to(gl.int32), (g * D).to(gl.int32)
+    row, column = k_start.to(gl.int32), g * D
     gl.warp_specialize([
         (_forward_consumer, (
             q_tile.index(0), rings, first_row, q, positions, out, lse, scale, sizes, GROUP, D, BLOCK_N, STAGES, PACKED,
@@ -439,7 +588,8 @@ def _backward(
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of a tile of keys, and its part of d_q. The first keys are seen most and come first."""
-    b, g, tile = _item(groups, pairs, tiles, section)
+    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
+    b = b.to(gl.int64)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     first_key = tile * BOTH
@@ -478,8 +628,8 @@ def _backward(
         mbarrier.init(q_free.index(stage), count=2)
     mbarrier.init(d_s_ready, count=2)
     mbarrier.init(d_s_free, count=1)
-    k_row, k_column = k_start.to(gl.int32) + first_key, (g * D).to(gl.int32)
-    row, column = q_start.to(gl.int32), (g * GROUP * D).to(gl.int32)
+    k_row, k_column = k_start.to(gl.int32) + first_key, g * D
+    row, column = q_start.to(gl.int32), g * GROUP * D
     rings = (q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free)
     of_keys = (k_tile, v_tile, k_ready)
     of_d_s = (d_s_tile, d_s_ready, d_s_free)
@@ -528,9 +678,9 @@ class _Call(Sizes):
         self.positions, *self.ends = contiguous(q_positions, q_ends, k_ends)
         self.scale = scale
 
-    def launch(self, kernel, length, streamed, *arguments, **constants):
-        """One program a tile of 128 of ``length`` rows, or keys, of each sequence and key/value head."""
-        tiles = triton.cdiv(length, BOTH.value)
+    def launch(self, kernel, height, length, streamed, *arguments, **constants):
+        """One program a tile of so many of ``length`` rows, or keys, of each sequence and key/value head."""
+        tiles = triton.cdiv(length, height)
         if not self.pairs * tiles:
             return
         section = self.section(streamed, self.q.element_size())
@@ -543,12 +693,16 @@ class _Call(Sizes):
         out, lse = self.q.new_empty(self.shapes[0]), self.q.new_empty(self.lse_shape, dtype=torch.float32)
         if not (self.q.numel() and self.k.numel()):
             return out.zero_(), lse.fill_(-float("inf"))
-        block_n = 128
+        if self.width == 64:
+            kernel, height, block_n = _forward_narrow, ROWS.value, 64
+            registers = {"maxnreg": 128}  # four programs a multiprocessor
+        else:
+            kernel, height, block_n = _forward_wide, BOTH.value, 128
+            registers = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
         self.launch(
-            _forward, self.q_longest * (self.heads // self.groups), self.k_longest,
+            kernel, height, self.q_longest * (self.heads // self.groups), self.k_longest,
             _tiles(self.k, block_n, self.width), _tiles(self.v, block_n, self.width), self.q, self.positions,
-            *self.ends, out, lse, self.scale, self.q.stride(0), BLOCK_N=block_n, STAGES=2,
-            CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, maxnreg=168,
+            *self.ends, out, lse, self.scale, self.q.stride(0), BLOCK_N=block_n, STAGES=2, **registers,
         )  # fmt: skip
         return out, lse
 
@@ -567,7 +721,7 @@ class _Call(Sizes):
         of_queries = (_tiles(t, block_m, self.width) for t in (self.q, _rows(d_out)))
         of_keys = (_tiles(t, BOTH.value, self.width) for t in (self.k, self.v))
         self.launch(
-            _backward, self.k_longest, self.q_longest * (self.heads // self.groups),
+            _backward, BOTH.value, self.k_longest, self.q_longest * (self.heads // self.groups),
             *of_queries, *of_keys, _tiles(_rows(sums), block_m, self.width), self.positions, *self.ends, lse, delta,
             d_k, d_v, self.scale, BLOCK_M=block_m, STAGES=4, SUM_STAGES=2, CHUNK=CHUNK,
             CONSUMER_REGISTERS=208, ADDER_REGISTERS=72, PRODUCER_REGISTERS=24, maxnreg=128,

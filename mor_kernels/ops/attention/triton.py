@@ -43,10 +43,9 @@ PLANES = tl.constexpr(4)  # of statistics in a tile: lse, delta, and two that ar
 
 
 @triton.jit
-def _item(groups, pairs, tiles, section):
-    """The sequence, the key/value head and the tile of this program. A section of (sequence, head) pairs, whose keys
-    and values fit into the L2 cache together, comes after the other; within it a tile of every pair, then the next."""
-    item = tl.program_id(0).to(tl.int64)
+def _item(item, groups, pairs, tiles, section):
+    """The sequence, the key/value head and the tile of a program. A section of (sequence, head) pairs, whose keys and
+    values fit into the L2 cache together, comes after the other; within it a tile of every pair, then the next."""
     before = item // (section * tiles) * section
     size = tl.minimum(section, pairs - before)
     inside = item - before * tiles
@@ -139,7 +138,7 @@ def _forward(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. The last tiles see most keys and come first."""
-    b, g, tile = _item(groups, pairs, tiles, section)
+    b, g, tile = _item(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -216,7 +215,7 @@ def _backward_q(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_q of a tile of rows. For :func:`_backward_kv` it leaves each query's last key, lse to the base 2, and delta."""
-    b, g, tile = _item(groups, pairs, tiles, section)
+    b, g, tile = _item(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -291,7 +290,7 @@ def _backward_kv(
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of a tile of keys. The first keys are seen most and come first."""
-    b, g, tile = _item(groups, pairs, tiles, section)
+    b, g, tile = _item(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
     n = tl.arange(0, BLOCK_N)
