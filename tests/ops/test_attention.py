@@ -413,8 +413,11 @@ def test_error_budget(device, backend, dtype, width):
 
 
 @pytest.mark.skipif("cuda" not in s.DEVICES, reason="needs 10 GB of memory")
-def test_past_two_to_the_31_elements():
+@s.targets("attention", "hopper")
+def test_past_two_to_the_31_elements(device, backend):
     """Keys and values whose rows lie up to 2.6e9 elements apart."""
+    if (device, backend) not in (("cuda", "triton"), ("cuda", "hopper")):
+        pytest.skip("of kernels that compute addresses themselves")
     fused = torch.empty(1, 40000, 64 * 1024, dtype=torch.bfloat16, device="cuda")
     k, v = fused[..., 40960:41088].normal_().unflatten(-1, (2, 1, 64)).unbind(2)
     q = torch.randn(1, 130, 3, 64, dtype=torch.bfloat16, device="cuda")
@@ -423,10 +426,13 @@ def test_past_two_to_the_31_elements():
     dense = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
     results = []
     for tensors in (inputs, dense):
-        out = ops.attention(*tensors, q_positions=positions, backend="triton")
+        out = ops.attention(*tensors, q_positions=positions, backend=backend)
         results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    for got, want in zip(*results):
-        assert torch.equal(got, want)
+    for name, got, want in zip(("out", "d_q", "d_k", "d_v"), *results):
+        if (backend, name) == ("hopper", "d_q"):  # added up in any order
+            torch.testing.assert_close(got, want)
+        else:
+            assert torch.equal(got, want), name
 
 
 def test_too_wide_for_the_kernels():

@@ -140,11 +140,7 @@ def _forward_narrow(
     groups, pairs, tiles, section, q_rows, k_rows,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of 64 rows. The last tiles see most keys and come first.
-
-    A tile is copied over another as soon as its product is done: a warp group multiplies as one, so that then none of
-    its warps reads the other any more.
-    """
+    """out and lse of 64 rows. The last tiles see most keys and come first."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
