@@ -244,20 +244,15 @@ def _forward_producer(
     for i in range(n_tiles):
         stage, used = i % STAGES, _parity(i, STAGES) ^ 1
         mbarrier.wait(k_free.index(stage), used)
-        mbarrier.expect(k_ready.index(stage), k_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tiles, [row + i * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
+        _copy(k_tiles, [row + i * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
         mbarrier.wait(v_free.index(stage), used)
         if (i + 1) * BLOCK_N > seen:  # nobody sees the last rows, which may be NaN
-            mbarrier.expect(came, v_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_tiles, [row + i * BLOCK_N, column], came, v_ring.index(stage))
+            _copy(v_tiles, [row + i * BLOCK_N, column], came, v_ring.index(stage))
             mbarrier.wait(came, 0)
             _clean(v_ring.index(stage), i * BLOCK_N, seen, BLOCK_N, D)
             mbarrier.arrive(v_ready.index(stage), count=1)
         else:
-            mbarrier.expect(v_ready.index(stage), v_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                v_tiles, [row + i * BLOCK_N, column], v_ready.index(stage), v_ring.index(stage)
-            )
+            _copy(v_tiles, [row + i * BLOCK_N, column], v_ready.index(stage), v_ring.index(stage))
 
 
 @gluon.jit
