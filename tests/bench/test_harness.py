@@ -34,7 +34,7 @@ def result():
     return {"environment": {}, "copy_bandwidth": 3e12, "complete": False, "rows": []}
 
 
-def timer(milliseconds):
+def sampler(milliseconds):
     return lambda case, implementation: Samples([milliseconds[implementation.name]] * 3, "graph")
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_implementation_is_not_timed_and_the_run_goes_on(tmp_path, capsy
 
     cases = [case(wrong=lambda x: 2 * x + 1, broken=broken, right=lambda x: x + x, ours=lambda x: 2 * x)]
     measured, path = result(), tmp_path / "new" / "double.json"
-    failed = harness.run(cases, measured, path, timer({"right": 0.2, "ours": 0.1}))
+    failed = harness.run(cases, measured, path, sampler({"right": 0.2, "ours": 0.1}))
     wrong, broken, right, ours = measured["rows"]
     assert failed == 2
     assert wrong["failed"].startswith("Mismatch: out: the error is") and wrong["ms"] is None
@@ -82,7 +82,7 @@ def test_where_operations_are_counted_the_floor_is_the_larger_one(tmp_path, caps
     few, many = (dataclasses.replace(case(right=lambda x: x + x, ours=lambda x: 2 * x), flops=f) for f in (2, 5_000))
     many = dataclasses.replace(many, name="N6")
     measured = result() | {"matmul_flops_per_second": 1e14}
-    assert harness.run([few, many], measured, tmp_path / "double.json", timer({"right": 3e-7, "ours": 2e-7})) == 0
+    assert harness.run([few, many], measured, tmp_path / "double.json", sampler({"right": 3e-7, "ours": 2e-7})) == 0
     bandwidth_bound, matmul_bound = measured["rows"][1::2]
     assert bandwidth_bound["flops"] == 2 and bandwidth_bound["floor_ms"] == pytest.approx(40 / 3e12 * 1e3)
     assert matmul_bound["flops"] == 5_000 and matmul_bound["floor_ms"] == pytest.approx(5_000 / 1e14 * 1e3)

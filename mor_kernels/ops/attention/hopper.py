@@ -44,10 +44,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._triton import contiguous
 from ._triton import cleared, cleared_gradients
-from .triton import CHUNK, Sizes, _item, _positions, _span, _statistic
+from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _statistic
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-1e38)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BOTH = gl.constexpr(128)  # rows of both consumers
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a warp group; its name until Triton 3.6
@@ -58,6 +56,16 @@ def add_to_global(descriptor, at, tile, _semantic=None):
     """memory[at:] += tile, by TMA; Triton names it ``tma.async_atomic_add`` from 3.8 on."""
     at = _semantic._convert_to_ir_values(at, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, tile.handle)
+
+
+@gluon.jit
+def _place(q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED: gl.constexpr):
+    """Of this program: the key/value head, the tile, and where the sequence's queries and keys begin and how many."""
+    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
+    b = b.to(gl.int64)
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    return g, tile, q_start, queries, k_start, keys
 
 
 @gluon.jit
@@ -81,6 +89,16 @@ def _clean(tile, first, count, SIZE: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _load_rows(q, first_row, q_start, queries, q_token, first_head, GROUP: gl.constexpr, D: gl.constexpr):
+    """64 rows of queries."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    at = (q_start + row // GROUP) * q_token + (first_head + row % GROUP) * D
+    inside = (row // GROUP < queries)[:, None]
+    return gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :], mask=inside, other=0.0)
+
+
+@gluon.jit
 def _mask(s, position, first):
     """Scores of keys from ``first`` on, -inf where a row's position is before the key."""
     key = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
@@ -92,6 +110,20 @@ def _softmax(s, largest, scale_2):
     """Of a tile of scores: p before it is divided by its sum, by how much what came before fades, the new maxima."""
     new_largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
     return gl.exp2(s * scale_2 - new_largest[:, None]), gl.exp2(largest - new_largest), new_largest
+
+
+@gluon.jit
+def _products(i, q_tile, k_ring, v_ring, k_ready, v_ready, p, acc, STAGES: gl.constexpr):
+    """Scores of tile i. The product of p and the values of the tile before is begun and still to be waited for."""
+    P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    stage, before = i % STAGES, (i - 1) % STAGES
+    p_before = gl.convert_layout(p.to(v_ring.dtype), P)
+    mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
+    zeros = gl.zeros_like(p)
+    s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
+    acc = warpgroup_mma(p_before, v_ring.index(before), acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=(s,)), acc
 
 
 @gluon.jit
@@ -144,14 +176,12 @@ def _forward_narrow(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     IN_WARP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # all rows in each warp: extremes without the others
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_tiles.dtype)
     dtype: gl.constexpr = q.dtype.element_ty
-    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
-    b = b.to(gl.int64)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    g, tile, q_start, queries, k_start, keys = _place(
+        q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED
+    )  # fmt: skip
     first_row = (tiles - 1 - tile) * ROWS
     if PACKED:
         if first_row // GROUP >= queries:
@@ -167,10 +197,7 @@ def _forward_narrow(
     key, column = k_start.to(gl.int32), g * D
     _copy(k_tiles, [key, column], k_ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
     _copy(v_tiles, [key, column], v_ready.index(0), v_ring.index(0))
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // GROUP) * q_token + (g * GROUP + row % GROUP) * D
-    inside = (row // GROUP < queries)[:, None]
-    rows = gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOAD))[None, :], mask=inside, other=0.0)
+    rows = _load_rows(q, first_row, q_start, queries, q_token, g * GROUP, GROUP, D)
     if positions is not None:
         positions += q_start
     query = (first_row + gl.arange(0, ROWS, IN_WARP)) // GROUP
@@ -205,12 +232,7 @@ def _forward_narrow(
         total = _sums(p)
         for i in range(1, n_tiles):
             stage, before = i % STAGES, (i - 1) % STAGES
-            p_before = gl.convert_layout(p.to(dtype), P)
-            mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
-            s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
-            acc = warpgroup_mma(p_before, v_ring.index(before), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s, acc = _products(i, q_tile, k_ring, v_ring, k_ready, v_ready, p, acc, STAGES)
             after = i + STAGES
             if after < n_tiles:
                 _copy(k_tiles, [key + after * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
@@ -265,15 +287,10 @@ def _forward_consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q.dtype.element_ty
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // GROUP) * q_token + (first_head + row % GROUP) * D
-    inside = (row // GROUP < queries)[:, None]
-    q_tile.store(gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOAD))[None, :], mask=inside, other=0.0))
+    q_tile.store(_load_rows(q, first_row, q_start, queries, q_token, first_head, GROUP, D))
     fence_async_shared()
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    query = row // GROUP
+    query = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
     valid = query < queries
     position = gl.where(valid, _positions(positions, query, queries, keys), -1)
     seen = gl.max(position, 0) + 1
@@ -296,12 +313,7 @@ def _forward_consumer(
         total = _sums(p)
         for i in range(1, own):
             stage, before = i % STAGES, (i - 1) % STAGES
-            p_before = gl.convert_layout(p.to(dtype), P)
-            mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
-            s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
-            acc = warpgroup_mma(p_before, v_ring.index(before), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s, acc = _products(i, q_tile, k_ring, v_ring, k_ready, v_ready, p, acc, STAGES)
             mbarrier.arrive(k_free.index(stage), count=1)
             if i >= unmasked:
                 s = _mask(s, position, i * BLOCK_N)
@@ -333,10 +345,9 @@ def _forward_wide(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of 128 rows. The last tiles see most keys and come first."""
-    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
-    b = b.to(gl.int64)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    g, tile, q_start, queries, k_start, keys = _place(
+        q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED
+    )  # fmt: skip
     first_row = (tiles - 1 - tile) * BOTH
     if positions is not None:
         positions += q_start
@@ -579,10 +590,9 @@ def _backward(
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of a tile of keys, and its part of d_q. The first keys are seen most and come first."""
-    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
-    b = b.to(gl.int64)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    g, tile, q_start, queries, k_start, keys = _place(
+        q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED
+    )  # fmt: skip
     first_key = tile * BOTH
     statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
     lse += statistic

@@ -45,7 +45,8 @@ PLANES = tl.constexpr(4)  # of statistics in a tile: lse, delta, and two that ar
 @triton.jit
 def _item(item, groups, pairs, tiles, section):
     """The sequence, the key/value head and the tile of a program. A section of (sequence, head) pairs, whose keys and
-    values fit into the L2 cache together, comes after the other; within it a tile of every pair, then the next."""
+    values fit into the L2 cache together, comes after the other; within it a tile of every pair, then the next. In 32
+    bits it is shorter; in 64 :func:`_backward_kv` takes fewer registers."""
     before = item // (section * tiles) * section
     size = tl.minimum(section, pairs - before)
     inside = item - before * tiles
