@@ -159,7 +159,8 @@ def scenarios() -> Iterator[Callable]:
 def for_hopper() -> Iterator[Callable]:
     """Calls of the functions behind ``backend="hopper"``, forward and backward: what Triton before 3.6 doesn't have."""
     hopper = importlib.import_module("mor_kernels.ops.attention.hopper")
-    for width, dtype, heads, groups, positions in ((64, BF16, 15, 5, whole(B, K)), (128, FP16, 16, 8, None)):
+    settings = (64, BF16, 15, 5, whole(B, K)), (64, FP16, 15, 5, whole(B, K)), (128, FP16, 16, 8, None)
+    for width, dtype, heads, groups, positions in settings:
         q, (k, v) = floats(B, K, heads, width, dtype=dtype), (floats(B, N, groups, width, dtype=dtype) for _ in "kv")
         statistic, rest = floats(B, heads, K), (positions, None, None, width**-0.5)
         yield partial(hopper.attention, q, k, v, None, None, *rest)

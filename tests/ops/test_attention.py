@@ -412,6 +412,25 @@ def test_error_budget(device, backend, dtype, width):
         assert (a.double() - w).abs().max() <= 2 * (b.double() - w).abs().max(), name
 
 
+@s.targets("attention", "hopper")
+@pytest.mark.parametrize("growth", [5, 50])
+@pytest.mark.parametrize("dtype", s.HALVES, ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_scores_that_grow_along_the_keys(device, backend, dtype, width, growth):
+    """By so many powers of 2 that a softmax that keeps the maximum of the first keys must notice (5) or overflow (50);
+    for some queries all stay small."""
+    if device == "cpu" and (width == 128 or (backend, dtype) == ("triton", torch.bfloat16)):
+        pytest.skip("a GPU's business; the interpreter rounds bf16 wrongly")
+    tensors = [s.normal((2, n, h, width), i, dtype) for i, (n, h) in enumerate([(90, 3), (200, 1), (200, 1)])]
+    tensors[1][:, 100:150] *= growth
+    positions = (torch.arange(90) * 2).expand(2, 90)
+    exact = [t.double().requires_grad_() for t in tensors]
+    inputs = [t.to(device).requires_grad_() for t in tensors]
+    want = reference.attention(*exact, q_positions=positions, return_lse=True)
+    got = ops.attention(*inputs, q_positions=positions.to(device), backend=backend, return_lse=True)
+    compare(got, want, inputs, exact, dtype, device, backend)
+
+
 @pytest.mark.skipif("cuda" not in s.DEVICES, reason="needs 10 GB of memory")
 @s.targets("attention", "hopper")
 def test_past_two_to_the_31_elements(device, backend):

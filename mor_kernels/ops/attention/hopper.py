@@ -2,6 +2,12 @@
 
 Tiles come to shared memory by TMA, and wgmma multiplies them, 64 rows a warp group.
 
+Softmax subtracts a row's reference from its scores rather than their maximum: any number near it gives the same
+quotients. It is the maximum of the first tile and moves only where scores exceed it by more than SLACK: then what came
+before fades; elsewhere that multiplication is left out. For bf16, which holds numbers as large as fp32 does, the
+forward of heads of 64 doesn't even look at the maxima of the tiles after the first: a program in which a sum came out
+as BEYOND or more (or NaN) passes again, this time looking.
+
 Forward, heads of 64: a program is one warp group, which holds 64 rows (query * GROUP + head of the group), passes over
 keys and values and starts their copies itself. Four programs share a multiprocessor: one's softmax runs beside
 another's products.
@@ -12,16 +18,21 @@ ahead as a ring holds, for two consumers.
 Forward, heads of 128: each consumer holds 64 rows. The product of probabilities and values of a tile runs together with
 the scores of the next.
 
-Backward: a program holds 128 keys and passes over the queries of each head of its group, once: the five products
+Backward: a program stays on its multiprocessor and takes items, until none is left. An item is 128 keys, held while the
+queries of each head of their group pass by, once: the five products
 
     s^T = k q^T,  d_p^T = v d_out^T,  d_v += p^T d_out,  d_k += d_s^T q,  d_q^T = k^T d_s
 
 instead of the seven of two passes. d_s goes through shared memory to a third warp group, which multiplies it by the
 keys and adds d_q to sums in memory, in fp32, by TMA. In which order programs add is not determined, and so are the last
-bits of d_q; sums take four bytes an element of q beside it.
+bits of d_q; sums take four bytes an element of q beside it. The producer goes on to the next item while the others are
+still at one.
 
 Keys and values that no row of a program sees, and queries past a sequence's end, may be NaN: they are overwritten by
-zeros in shared memory before they are multiplied.
+zeros in shared memory before they are multiplied. Of the forward's rows past the end nothing is kept.
+
+A wait for products stands behind a branch, such as a wait for copies has: ptxas would otherwise let all that precedes
+the wait, which is to run beside the products, come after it.
 """
 
 from __future__ import annotations
@@ -48,6 +59,17 @@ from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _stat
 
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BOTH = gl.constexpr(128)  # rows of both consumers
+MULTIPROCESSORS = 132  # of an H100; where there are fewer, the last programs find nothing to do
+SLACK = gl.constexpr(8.0)  # in powers of 2: fp16, too, holds probabilities up to 2**8
+BEYOND = gl.constexpr(2.0**32)  # sums in fp32 and probabilities in bf16 could be far larger
+# acc *= fade, left out if no row of the warp fades; for 32 elements of a thread, two of a row, two of another and so on
+FADE = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q; "
+    "vote.sync.any.pred p, p, 0xffffffff; @!p bra same; "
+    + "".join(f"mul.f32 ${i}, ${i}, ${64 + i}; " for i in range(32))
+    + "same: }"
+)
+FADE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a warp group; its name until Triton 3.6
 
 
@@ -59,9 +81,10 @@ def add_to_global(descriptor, at, tile, _semantic=None):
 
 
 @gluon.jit
-def _place(q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED: gl.constexpr):
-    """Of this program: the key/value head, the tile, and where the sequence's queries and keys begin and how many."""
-    b, g, tile = _item(gl.program_id(0), groups, pairs, tiles, section)
+def _place(item, q_ends, k_ends, sizes, PACKED: gl.constexpr):
+    """The key/value head and the tile of an item, and where its sequence's queries and keys begin and how many."""
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
+    b, g, tile = _item(item, groups, pairs, tiles, section)
     b = b.to(gl.int64)
     q_start, queries = _span(b, q_ends, q_rows, PACKED)
     k_start, keys = _span(b, k_ends, k_rows, PACKED)
@@ -75,13 +98,13 @@ def _parity(i, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _clean(tile, first, count, SIZE: gl.constexpr, D: gl.constexpr):
+def _clean(tile, first, count, SIZE: gl.constexpr, D: gl.constexpr, STEP: gl.constexpr = 16):
     """Zeros in the rows of a tile, which begins at row ``first``, from row ``count`` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    for start in gl.static_range(0, SIZE, 16):  # few at once: a producer has few registers
-        if first + start + 16 > count:
-            row = first + start + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-            some = tile.slice(start, 16)
+    for start in gl.static_range(0, SIZE, STEP):  # few at once: a producer has few registers
+        if first + start + STEP > count:
+            row = first + start + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+            some = tile.slice(start, STEP)
             rows = some.load(LAYOUT)
             some.store(gl.where((row < count)[:, None], rows, gl.zeros_like(rows)))
     fence_async_shared()
@@ -90,12 +113,12 @@ def _clean(tile, first, count, SIZE: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _load_rows(q, first_row, q_start, queries, q_token, first_head, GROUP: gl.constexpr, D: gl.constexpr):
-    """64 rows of queries."""
+    """64 rows of queries; anything where there are none."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     at = (q_start + row // GROUP) * q_token + (first_head + row % GROUP) * D
     inside = (row // GROUP < queries)[:, None]
-    return gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :], mask=inside, other=0.0)
+    return gl.load(q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :], mask=inside)
 
 
 @gluon.jit
@@ -106,30 +129,33 @@ def _mask(s, position, first):
 
 
 @gluon.jit
-def _softmax(s, largest, scale_2):
-    """Of a tile of scores: p before it is divided by its sum, by how much what came before fades, the new maxima."""
-    new_largest = gl.maximum(largest, gl.max(s, 1) * scale_2)
-    return gl.exp2(s * scale_2 - new_largest[:, None]), gl.exp2(largest - new_largest), new_largest
-
-
-@gluon.jit
-def _products(i, q_tile, k_ring, v_ring, k_ready, v_ready, p, acc, STAGES: gl.constexpr):
-    """Scores of tile i. The product of p and the values of the tile before is begun and still to be waited for."""
-    P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    stage, before = i % STAGES, (i - 1) % STAGES
-    p_before = gl.convert_layout(p.to(v_ring.dtype), P)
-    mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
-    zeros = gl.zeros_like(p)
-    s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
-    acc = warpgroup_mma(p_before, v_ring.index(before), acc, is_async=True)
-    return warpgroup_mma_wait(1, deps=(s,)), acc
-
-
-@gluon.jit
 def _sums(p):
     """Of each row, what each of the four threads that hold it sees; added up when all tiles are."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _maxima(s):
+    """Of each row. A tree: few steps wait for one another."""
+    x = s.reshape([s.shape[0], s.shape[1] // 16, 2, 4, 2])
+    x = gl.max(gl.max(gl.max(gl.max(x, 4), 2), 1), 1)
+    return gl.convert_layout(x, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def _probabilities(s, reference, scale_2, dtype: gl.constexpr):
+    """Of a tile of scores: p before it is divided by its sum, as the product with values takes it, and its sums."""
+    p = gl.exp2(s * scale_2 - reference[:, None])
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, s.type.layout, 2)), _sums(p)
+
+
+@gluon.jit
+def _softmax(s, reference, scale_2, dtype: gl.constexpr):
+    """_probabilities(s), by how much what came before fades, and the new reference."""
+    largest = _maxima(s) * scale_2
+    new_reference = gl.where(largest > reference + SLACK, largest, reference)
+    p, sums = _probabilities(s, new_reference, scale_2, dtype)
+    return p, sums, gl.exp2(reference - new_reference), new_reference
 
 
 @gluon.jit
@@ -139,7 +165,14 @@ def _scaled(x, factor):
 
 
 @gluon.jit
-def _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP: gl.constexpr, PACKED: gl.constexpr):
+def _faded(acc, fade):
+    """_scaled(acc, fade), in which fade is mostly 1."""
+    fade = gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(FADE, FADE_OPERANDS, [acc, fade], dtype=gl.float32, is_pure=True, pack=32)
+
+
+@gluon.jit
+def _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GROUP: gl.constexpr, PACKED: gl.constexpr):
     """out and lse of 64 rows, from sums over the keys."""
     OF_ROW: gl.constexpr = position.type.layout
     OUT: gl.constexpr = acc.type.layout
@@ -151,12 +184,14 @@ def _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP
     total = gl.where(some, gl.convert_layout(gl.sum(total, 1), OF_ROW), 1.0)
     written = query < (queries if PACKED else q_rows)
     at = _statistic(q_start, q_rows, heads, PACKED) + (first_head + row % GROUP) * q_rows.to(gl.int64) + query
-    gl.store(lse + at, gl.where(some, (largest + gl.log2(total)) / LOG2_E, -float("inf")), mask=written)
+    gl.store(lse + at, gl.where(some, (reference + gl.log2(total)) / LOG2_E, -float("inf")), mask=written)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     at = ((q_start + row // GROUP) * heads + first_head + row % GROUP) * D
     written = row // GROUP < (queries if PACKED else q_rows)
-    some = gl.convert_layout(some, gl.SliceLayout(1, OUT))
-    acc = gl.where(some[:, None], _scaled(acc, 1.0 / total), 0.0).to(out.dtype.element_ty)
+    acc = _scaled(acc, 1.0 / total)
+    if gl.min(position, 0) < 0:
+        acc = gl.where(gl.convert_layout(some, gl.SliceLayout(1, OUT))[:, None], acc, 0.0)
+    acc = acc.to(out.dtype.element_ty)
     gl.store(out + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :], acc, mask=written[:, None])
 
 
@@ -164,6 +199,66 @@ def _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP
 def _copy(tiles, at, ready, tile):
     mbarrier.expect(ready, tiles.block_type.nbytes)
     tma.async_copy_global_to_shared(tiles, at, ready, tile)
+
+
+@gluon.jit
+def _fill(i, since, n_tiles, of_keys, ring, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Begin to copy the keys of tile i and the values of the one before, which are needed together."""
+    k_tiles, v_tiles, row, column = of_keys
+    k_ring, v_ring, ready = ring
+    slot = (since + i) % STAGES
+    row += i * BLOCK_N
+    if i < n_tiles:
+        mbarrier.expect(ready.index(slot), k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_tiles, [row, column], ready.index(slot), k_ring.index(slot))
+        tma.async_copy_global_to_shared(v_tiles, [row - BLOCK_N, column], ready.index(slot), v_ring.index(slot))
+    elif i == n_tiles:
+        _copy(v_tiles, [row - BLOCK_N, column], ready.index(slot), v_ring.index(slot))
+
+
+@gluon.jit
+def _pass(
+    since, n_tiles, seen, unmasked, q, of_keys, ring, position, scale_2,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOOKING: gl.constexpr,
+):  # fmt: skip
+    """The sums over the keys, and the references. ``since`` tiles went through the ring before; it is being filled."""
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    k_ring, v_ring, ready = ring
+    dtype: gl.constexpr = k_ring.dtype
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    reference = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
+    mbarrier.wait(ready.index(since % STAGES), _parity(since, STAGES))
+    s = warpgroup_mma(q, k_ring.index(since % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if unmasked <= 0:
+        s = _mask(s, position, 0)
+    p, total, fade, reference = _softmax(s, reference, scale_2, dtype)
+    mbarrier.wait(ready.index((since + 1) % STAGES), _parity(since + 1, STAGES))
+    for i in range(1, n_tiles):
+        slot, after = (since + i) % STAGES, since + i + 1
+        s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        _fill(i - 1 + STAGES, since, n_tiles, of_keys, ring, BLOCK_N, STAGES)
+        if i >= unmasked:
+            s = _mask(s, position, i * BLOCK_N)
+        if LOOKING:
+            p, sums, fade, reference = _softmax(s, reference, scale_2, dtype)
+            total = _scaled(total, fade) + sums
+        else:
+            p, sums = _probabilities(s, reference, scale_2, dtype)
+            total += sums
+        mbarrier.wait(ready.index(after % STAGES), _parity(after, STAGES))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if LOOKING:
+            acc = _faded(acc, fade)
+    v_tile = v_ring.index((since + n_tiles) % STAGES)
+    if n_tiles * BLOCK_N > seen:
+        _clean(v_tile, (n_tiles - 1) * BLOCK_N, seen, BLOCK_N, D, BLOCK_N)
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,)), total, reference
 
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
@@ -175,28 +270,24 @@ def _forward_narrow(
     """out and lse of 64 rows. The last tiles see most keys and come first."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, S)
     IN_WARP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # all rows in each warp: extremes without the others
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_tiles.dtype)
-    dtype: gl.constexpr = q.dtype.element_ty
-    g, tile, q_start, queries, k_start, keys = _place(
-        q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED
-    )  # fmt: skip
+    LOOKING: gl.constexpr = k_tiles.dtype != gl.bfloat16
+    sizes = (groups, pairs, tiles, section, q_rows, k_rows)
+    g, tile, q_start, queries, k_start, keys = _place(gl.program_id(0), q_ends, k_ends, sizes, PACKED)
     first_row = (tiles - 1 - tile) * ROWS
     if PACKED:
         if first_row // GROUP >= queries:
             return
-    q_tile = gl.allocate_shared_memory(k_tiles.dtype, [ROWS, D], TILE)
     k_ring = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, BLOCK_N, D], k_tiles.layout)
     v_ring = gl.allocate_shared_memory(v_tiles.dtype, [STAGES, BLOCK_N, D], v_tiles.layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(v_ready.index(slot), count=1)
-    key, column = k_start.to(gl.int32), g * D
-    _copy(k_tiles, [key, column], k_ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
-    _copy(v_tiles, [key, column], v_ready.index(0), v_ring.index(0))
+        mbarrier.init(ready.index(slot), count=1)
+    ring = (k_ring, v_ring, ready)
+    of_keys = (k_tiles, v_tiles, k_start.to(gl.int32), g * D)
+    at = [k_start.to(gl.int32), g * D]
+    _copy(k_tiles, at, ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
     rows = _load_rows(q, first_row, q_start, queries, q_token, g * GROUP, GROUP, D)
     if positions is not None:
         positions += q_start
@@ -206,55 +297,39 @@ def _forward_narrow(
     seen = gl.max(gl.where(valid, position, -1), 0) + 1
     unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
     n_tiles = gl.cdiv(seen, BLOCK_N)
-    for slot in gl.static_range(1, STAGES):
-        if slot < n_tiles:
-            _copy(k_tiles, [key + slot * BLOCK_N, column], k_ready.index(slot), k_ring.index(slot))
-            _copy(v_tiles, [key + slot * BLOCK_N, column], v_ready.index(slot), v_ring.index(slot))
-    query = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
+    query = (first_row + gl.arange(0, ROWS, OF_ROW)) // GROUP
     position = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
-    q_tile.store(rows)
+    for i in gl.static_range(1, STAGES - 1):
+        _fill(i, 0, n_tiles, of_keys, ring, BLOCK_N, STAGES)
+    through = k_ring.index(STAGES - 1)  # the last of the ring that is needed
+    through.store(rows)
+    barrier()
+    q_tile = through.load(gl.DotOperandLayout(0, S, 2))
     fence_async_shared()
     barrier()
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    _fill(STAGES - 1, 0, n_tiles, of_keys, ring, BLOCK_N, STAGES)
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
-    largest = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
-    total = _sums(zeros)
+    reference = gl.full([ROWS], LEAST, gl.float32, OF_ROW)
+    total = _sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S))
     scale_2 = scale * LOG2_E
-    mbarrier.wait(k_ready.index(0), 0)
     if n_tiles > 0:
-        s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        if STAGES < n_tiles:
-            _copy(k_tiles, [key + STAGES * BLOCK_N, column], k_ready.index(0), k_ring.index(0))
-        if unmasked <= 0:
-            s = _mask(s, position, 0)
-        p, fade, largest = _softmax(s, largest, scale_2)
-        total = _sums(p)
-        for i in range(1, n_tiles):
-            stage, before = i % STAGES, (i - 1) % STAGES
-            s, acc = _products(i, q_tile, k_ring, v_ring, k_ready, v_ready, p, acc, STAGES)
-            after = i + STAGES
-            if after < n_tiles:
-                _copy(k_tiles, [key + after * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
-            if i >= unmasked:
-                s = _mask(s, position, i * BLOCK_N)
-            p, fade, largest = _softmax(s, largest, scale_2)
-            total = _scaled(total, fade) + _sums(p)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            if after - 1 < n_tiles:
-                _copy(v_tiles, [key + (after - 1) * BLOCK_N, column], v_ready.index(before), v_ring.index(before))
-            acc = _scaled(acc, fade)
-        last = n_tiles - 1
-        v_tile = v_ring.index(last % STAGES)
-        mbarrier.wait(v_ready.index(last % STAGES), _parity(last, STAGES))
-        if n_tiles * BLOCK_N > seen:
-            _clean(v_tile, last * BLOCK_N, seen, BLOCK_N, D)
-        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_tile, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc, total, reference = _pass(
+            0, n_tiles, seen, unmasked, q_tile, of_keys, ring, position, scale_2, D, BLOCK_N, STAGES, LOOKING
+        )  # fmt: skip
+        if not LOOKING:
+            fine = (gl.convert_layout(gl.sum(total, 1), OF_ROW) < BEYOND) | (position < 0)
+            if gl.min(fine.to(gl.int32), 0) == 0:
+                since = n_tiles + 1
+                _copy(k_tiles, at, ready.index(since % STAGES), k_ring.index(since % STAGES))
+                for i in gl.static_range(1, STAGES):
+                    _fill(i, since, n_tiles, of_keys, ring, BLOCK_N, STAGES)
+                acc, total, reference = _pass(
+                    since, n_tiles, seen, unmasked, q_tile, of_keys, ring, position, scale_2, D, BLOCK_N, STAGES, True
+                )  # fmt: skip
     else:
-        mbarrier.wait(v_ready.index(0), 0)  # a copy mustn't outlive its program
+        mbarrier.wait(ready.index(0), 0)  # a copy mustn't outlive its program
     sizes = (q_start, queries, q_rows, groups * GROUP, g * GROUP)
-    _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP, PACKED)
+    _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GROUP, PACKED)
 
 
 @gluon.jit
@@ -286,7 +361,6 @@ def _forward_consumer(
     n_tiles, q_token, q_start, queries, keys, q_rows, heads, first_head = sizes
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     q_tile.store(_load_rows(q, first_row, q_start, queries, q_token, first_head, GROUP, D))
     fence_async_shared()
@@ -299,7 +373,7 @@ def _forward_consumer(
     barrier()
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
-    largest = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
+    reference = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
     total = _sums(zeros)
     scale_2 = scale * LOG2_E
     if own > 0:
@@ -309,22 +383,26 @@ def _forward_consumer(
         mbarrier.arrive(k_free.index(0), count=1)
         if unmasked <= 0:
             s = _mask(s, position, 0)
-        p, fade, largest = _softmax(s, largest, scale_2)
-        total = _sums(p)
+        p, total, fade, reference = _softmax(s, reference, scale_2, dtype)
+        mbarrier.wait(k_ready.index(1 % STAGES), _parity(1, STAGES), pred=own > 1)
         for i in range(1, own):
             stage, before = i % STAGES, (i - 1) % STAGES
-            s, acc = _products(i, q_tile, k_ring, v_ring, k_ready, v_ready, p, acc, STAGES)
+            s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
+            acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_free.index(stage), count=1)
             if i >= unmasked:
                 s = _mask(s, position, i * BLOCK_N)
-            p, fade, largest = _softmax(s, largest, scale_2)
-            total = _scaled(total, fade) + _sums(p)
+            p, sums, fade, reference = _softmax(s, reference, scale_2, dtype)
+            total = _scaled(total, fade) + sums
+            mbarrier.wait(k_ready.index((i + 1) % STAGES), _parity(i + 1, STAGES), pred=i + 1 < own)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_free.index(before), count=1)
-            acc = _scaled(acc, fade)
+            acc = _faded(acc, fade)
         before = (own - 1) % STAGES
         mbarrier.wait(v_ready.index(before), _parity(own - 1, STAGES))
-        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_ring.index(before), acc, is_async=True)
+        acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_free.index(before), count=1)
     for i in range(own, n_tiles):
@@ -334,7 +412,7 @@ def _forward_consumer(
         mbarrier.wait(v_ready.index(stage), _parity(i, STAGES))
         mbarrier.arrive(v_free.index(stage), count=1)
     sizes = (q_start, queries, q_rows, heads, first_head)
-    _store_rows(acc, total, largest, position, first_row, out, lse, sizes, GROUP, PACKED)
+    _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GROUP, PACKED)
 
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
@@ -345,9 +423,8 @@ def _forward_wide(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of 128 rows. The last tiles see most keys and come first."""
-    g, tile, q_start, queries, k_start, keys = _place(
-        q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED
-    )  # fmt: skip
+    sizes = (groups, pairs, tiles, section, q_rows, k_rows)
+    g, tile, q_start, queries, k_start, keys = _place(gl.program_id(0), q_ends, k_ends, sizes, PACKED)
     first_row = (tiles - 1 - tile) * BOTH
     if positions is not None:
         positions += q_start
@@ -388,10 +465,12 @@ def _forward_wide(
 
 @triton.jit(do_not_specialize=["rows", "heads", "q_rows"])
 def _prepare(
-    d_out, out, d_lse, delta, sums, rows, heads, q_rows,
+    d_out, out, d_lse, delta, sums, taken, rows, heads, q_rows,
     D: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """delta of (query, head) rows, and zeros in their sums."""
+    """delta of (query, head) rows, zeros in their sums, and how many items are taken: none."""
+    if tl.program_id(0) == 0:
+        tl.store(taken, 0)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     at = row[:, None] * D + tl.arange(0, D)[None, :]
@@ -431,142 +510,6 @@ def _bring(
 
 
 @gluon.jit
-def _backward_producer(
-    q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, came, k_row, k_column, row, column,
-    positions, lse, delta, sizes,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
-    k_tile, v_tile, k_ready = of_keys
-    since, steps, queries, keys, q_rows, first_key, seen = sizes
-    cleaned = steps * 0
-    cleaned = _bring(
-        k_tiles, v_tiles, k_row, k_column, k_tile, v_tile, k_ready, came, cleaned, first_key, seen, BOTH, D
-    )  # fmt: skip
-    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-    first = since
-    for i in range(steps * GROUP):
-        query = first + m
-        inside = query < queries
-        position = gl.where(inside, _positions(positions, query, queries, keys), -1)
-        # what sees nothing: p = exp2(s - inf) = 0
-        lse_2 = gl.load(lse + query, mask=inside & (position >= 0), other=float("inf")) * LOG2_E
-        sums = gl.load(delta + query, mask=inside, other=0.0)
-        stage = i % STAGES
-        mbarrier.wait(q_free.index(stage), _parity(i, STAGES) ^ 1)
-        lse_ring.index(stage).store(lse_2)
-        delta_ring.index(stage).store(sums)
-        position_ring.index(stage).store(position)
-        barrier()
-        cleaned = _bring(
-            q_tiles, d_out_tiles, row + first, column, q_ring.index(stage), d_out_ring.index(stage),
-            q_ready.index(stage), came, cleaned, first, queries, BLOCK_M, D,
-        )  # fmt: skip
-        first += BLOCK_M
-        if first >= queries:  # the next head
-            first = since
-            column += D
-            lse += q_rows
-            delta += q_rows
-
-
-@gluon.jit
-def _backward_consumer(
-    rings, of_keys, of_d_s, d_k, d_v, scale, sizes,
-    WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    OF_QUERY: gl.constexpr = gl.SliceLayout(0, S)
-    dtype: gl.constexpr = d_k.dtype.element_ty
-    q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
-    k_tile, v_tile, k_ready = of_keys
-    d_s_tile, d_s_ready, d_s_free = of_d_s
-    since, steps, queries, keys, masked, seen, first_key, k_start, k_rows, groups, g = sizes
-    first_key += WHICH * ROWS
-    k_tile = k_tile.slice(WHICH * ROWS, ROWS)
-    v_tile = v_tile.slice(WHICH * ROWS, ROWS)
-    key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
-    acc_k = gl.zeros([ROWS, D], gl.float32, OUT)
-    acc_v = gl.zeros([ROWS, D], gl.float32, OUT)
-    scale_2 = scale * LOG2_E
-    n_tiles = steps * GROUP
-    first = since
-    mbarrier.wait(k_ready, 0)
-    if n_tiles > 0:
-        mbarrier.wait(q_ready.index(0), 0)
-        s = warpgroup_mma(k_tile, q_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        d_p = warpgroup_mma(v_tile, d_out_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
-        for i in range(n_tiles):
-            stage = i % STAGES
-            p = gl.exp2(s * scale_2 - lse_ring.index(stage).load(OF_QUERY)[None, :])
-            if first < masked:
-                p = gl.where(key[:, None] <= position_ring.index(stage).load(OF_QUERY)[None, :], p, 0.0)
-            d_s = (p * (d_p - delta_ring.index(stage).load(OF_QUERY)[None, :])).to(dtype)
-            acc_v = warpgroup_mma(gl.convert_layout(p.to(dtype), P), d_out_ring.index(stage), acc_v, is_async=True)
-            acc_k = warpgroup_mma(gl.convert_layout(d_s, P), q_ring.index(stage), acc_k, is_async=True)
-            mbarrier.wait(d_s_free, (i & 1) ^ 1)
-            d_s_tile.slice(WHICH * ROWS, ROWS).store(d_s)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(d_s_ready, count=1)
-            first += BLOCK_M
-            if first >= queries:
-                first = since
-            after = (i + 1) % STAGES
-            if i + 1 < n_tiles:
-                mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
-            # after the last tile products that nobody reads: without a branch the multiplications don't wait
-            s = warpgroup_mma(k_tile, q_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            d_p = warpgroup_mma(v_tile, d_out_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            acc_v, acc_k = warpgroup_mma_wait(2, deps=(acc_v, acc_k))
-            mbarrier.arrive(q_free.index(stage), count=1)
-            s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
-    key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    at = ((k_start + key) * groups + g)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
-    written = (key < (keys if PACKED else k_rows))[:, None]
-    some = (key < seen)[:, None]
-    gl.store(d_k + at, gl.where(some, acc_k * scale, 0.0).to(dtype), mask=written)
-    gl.store(d_v + at, gl.where(some, acc_v, 0.0).to(dtype), mask=written)
-
-
-@gluon.jit
-def _backward_adder(
-    of_keys, of_d_s, sum_ring, sum_tiles, row, column, since, steps, queries,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, SUM_STAGES: gl.constexpr,
-):  # fmt: skip
-    Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
-    k_tile, v_tile, k_ready = of_keys
-    d_s_tile, d_s_ready, d_s_free = of_d_s
-    zeros = gl.zeros([D, BLOCK_M], gl.float32, Q)
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, Q))
-    first = since
-    mbarrier.wait(k_ready, 0)
-    for i in range(steps * GROUP):
-        mbarrier.wait(d_s_ready, i & 1)
-        d_q = warpgroup_mma(k_tile.permute((1, 0)), d_s_tile, zeros, use_acc=False, is_async=True)
-        d_q = warpgroup_mma_wait(0, deps=(d_q,))
-        mbarrier.arrive(d_s_free, count=1)
-        if first + BLOCK_M > queries:  # past the end is another sequence
-            d_q = gl.where((first + m < queries)[None, :], d_q, 0.0)
-        tma.store_wait(SUM_STAGES - 1)
-        barrier()
-        sum_ring.index(i % SUM_STAGES).permute((1, 0)).store(d_q)
-        fence_async_shared()
-        barrier()
-        add_to_global(sum_tiles, [row + first, column], sum_ring.index(i % SUM_STAGES))
-        first += BLOCK_M
-        if first >= queries:
-            first = since
-            column += D
-    tma.store_wait(0)
-
-
-@gluon.jit
 def _seeing(positions, queries, keys, first_key, last_key, CHUNK: gl.constexpr):
     """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the
     number of keys that any sees."""
@@ -581,75 +524,287 @@ def _seeing(positions, queries, keys, first_key, last_key, CHUNK: gl.constexpr):
     return since, always, seen
 
 
+@gluon.jit
+def _told(tile, which: gl.constexpr):
+    """One of the numbers that the producer told about an item."""
+    EACH: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    return gl.sum(gl.where(gl.arange(0, 8, EACH) == which, tile.load(EACH), 0), 0)
+
+
+@gluon.jit
+def _backward_producer(
+    q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, positions, q_ends, k_ends,
+    lse, delta, sizes,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    CHUNK: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Takes an item, tells the others what they need to know of it, and brings its keys, values and queries."""
+    q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
+    k_ring, v_ring, k_ready, k_free = of_keys
+    item_ring, item_ready, item_free = of_items
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
+    which = gl.arange(0, 8, gl.BlockedLayout([8], [32], [4], [0]))
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+    turn, step, cleaned = pairs * 0, pairs * 0, pairs * 0
+    item = gl.atomic_add(taken, 1, sem="relaxed")
+    while item < pairs * tiles:
+        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
+        first_key = tile * BOTH
+        of_sequence = positions
+        if positions is not None:
+            of_sequence = positions + q_start
+        last_key = gl.minimum(first_key + BOTH, keys) - 1
+        since, always, seen = _seeing(of_sequence, queries, keys, first_key, last_key, CHUNK)
+        none = since == queries
+        since = since // BLOCK_M * BLOCK_M  # so that only a tile at the sequence's end may be cut
+        steps = gl.where(none, 0, gl.cdiv(queries - since, BLOCK_M))
+        masked = gl.where(first_key + BOTH > seen, queries, always)  # keys that nobody sees never count
+        told = gl.where(which == 2, steps, gl.where(which == 3, masked, seen))
+        told = gl.where(which == 0, item, gl.where(which == 1, since, told))
+        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+        item_ring.index(turn % 2).store(told)
+        barrier()
+        mbarrier.arrive(item_ready.index(turn % 2), count=1)
+        side = turn % KEY_STAGES
+        mbarrier.wait(k_free.index(side), _parity(turn, KEY_STAGES) ^ 1)
+        row, column = k_start.to(gl.int32) + first_key, g * D
+        cleaned = _bring(
+            k_tiles, v_tiles, row, column, k_ring.index(side), v_ring.index(side), k_ready.index(side), came, cleaned,
+            first_key, seen, BOTH, D,
+        )  # fmt: skip
+        row, column = q_start.to(gl.int32), g * GROUP * D
+        statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
+        first = since
+        for _ in range(steps * GROUP):
+            query = first + m
+            inside = query < queries
+            position = gl.where(inside, _positions(of_sequence, query, queries, keys), -1)
+            # what sees nothing: p = exp2(s - inf) = 0
+            seeing = inside & (position >= 0)
+            lse_2 = gl.load(lse + statistic + query, mask=seeing, other=float("inf")) * LOG2_E
+            sums = gl.load(delta + statistic + query, mask=inside, other=0.0)
+            stage = step % STAGES
+            mbarrier.wait(q_free.index(stage), _parity(step, STAGES) ^ 1)
+            lse_ring.index(stage).store(lse_2)
+            delta_ring.index(stage).store(sums)
+            position_ring.index(stage).store(position)
+            barrier()
+            cleaned = _bring(
+                q_tiles, d_out_tiles, row + first, column, q_ring.index(stage), d_out_ring.index(stage),
+                q_ready.index(stage), came, cleaned, first, queries, BLOCK_M, D,
+            )  # fmt: skip
+            step += 1
+            first += BLOCK_M
+            if first >= queries:  # the next head
+                first = since
+                column += D
+                statistic += q_rows
+        turn += 1
+        item = gl.atomic_add(taken, 1, sem="relaxed")
+    mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+    item_ring.index(turn % 2).store(gl.where(which == 0, pairs * tiles, 0))
+    barrier()
+    mbarrier.arrive(item_ready.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _backward_consumer(
+    rings, of_keys, of_items, of_d_s, q_ends, k_ends, d_k, d_v, scale, sizes,
+    WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    OF_QUERY: gl.constexpr = gl.SliceLayout(0, S)
+    dtype: gl.constexpr = d_k.dtype.element_ty
+    q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
+    k_ring, v_ring, k_ready, k_free = of_keys
+    item_ring, item_ready, item_free = of_items
+    d_s_ring, d_s_ready, d_s_free = of_d_s
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
+    scale_2 = scale * LOG2_E
+    turn, step = pairs * 0, pairs * 0
+    mbarrier.wait(item_ready.index(0), 0)
+    item = _told(item_ring.index(0), 0)
+    while item < pairs * tiles:
+        about = item_ring.index(turn % 2)
+        since, steps, masked, seen = _told(about, 1), _told(about, 2), _told(about, 3), _told(about, 4)
+        mbarrier.arrive(item_free.index(turn % 2), count=1)
+        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
+        first_key = tile * BOTH + WHICH * ROWS
+        side = turn % KEY_STAGES
+        k_tile = k_ring.index(side).slice(WHICH * ROWS, ROWS)
+        v_tile = v_ring.index(side).slice(WHICH * ROWS, ROWS)
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        acc_k = gl.zeros([ROWS, D], gl.float32, OUT)
+        acc_v = gl.zeros([ROWS, D], gl.float32, OUT)
+        first, end = since, step + steps * GROUP
+        mbarrier.wait(k_ready.index(side), _parity(turn, KEY_STAGES))
+        if step < end:
+            stage = step % STAGES
+            mbarrier.wait(q_ready.index(stage), _parity(step, STAGES))
+            s = warpgroup_mma(k_tile, q_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            d_p = warpgroup_mma(v_tile, d_out_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
+            for i in range(step, end):
+                stage = i % STAGES
+                p = gl.exp2(s * scale_2 - lse_ring.index(stage).load(OF_QUERY)[None, :])
+                if first < masked:
+                    p = gl.where(key[:, None] <= position_ring.index(stage).load(OF_QUERY)[None, :], p, 0.0)
+                d_s = (p * (d_p - delta_ring.index(stage).load(OF_QUERY)[None, :])).to(dtype)
+                acc_v = warpgroup_mma(gl.convert_layout(p.to(dtype), P), d_out_ring.index(stage), acc_v, is_async=True)
+                acc_k = warpgroup_mma(gl.convert_layout(d_s, P), q_ring.index(stage), acc_k, is_async=True)
+                mbarrier.wait(d_s_free.index(i % KEY_STAGES), _parity(i, KEY_STAGES) ^ 1)
+                d_s_ring.index(i % KEY_STAGES).slice(WHICH * ROWS, ROWS).store(d_s)
+                fence_async_shared()
+                barrier()
+                mbarrier.arrive(d_s_ready.index(i % KEY_STAGES), count=1)
+                first += BLOCK_M
+                if first >= queries:
+                    first = since
+                after = (i + 1) % STAGES
+                if i + 1 < end:
+                    mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
+                # after the last tile products that nobody reads: without a branch the multiplications don't wait
+                s = warpgroup_mma(k_tile, q_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                d_p = warpgroup_mma(
+                    v_tile, d_out_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )  # fmt: skip
+                acc_v, acc_k = warpgroup_mma_wait(2, deps=(acc_v, acc_k))
+                mbarrier.arrive(q_free.index(stage), count=1)
+                s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
+        step = end
+        mbarrier.arrive(k_free.index(side), count=1)
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        at = ((k_start + key) * groups + g)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
+        written = (key < (keys if PACKED else k_rows))[:, None]
+        some = (key < seen)[:, None]
+        gl.store(d_k + at, gl.where(some, acc_k * scale, 0.0).to(dtype), mask=written)
+        gl.store(d_v + at, gl.where(some, acc_v, 0.0).to(dtype), mask=written)
+        turn += 1
+        mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
+        item = _told(item_ring.index(turn % 2), 0)
+
+
+@gluon.jit
+def _backward_adder(
+    of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, SUM_STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    k_ring, v_ring, k_ready, k_free = of_keys
+    item_ring, item_ready, item_free = of_items
+    d_s_ring, d_s_ready, d_s_free = of_d_s
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
+    zeros = gl.zeros([D, BLOCK_M], gl.float32, Q)
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, Q))
+    turn, step = pairs * 0, pairs * 0
+    mbarrier.wait(item_ready.index(0), 0)
+    item = _told(item_ring.index(0), 0)
+    while item < pairs * tiles:
+        since, steps = _told(item_ring.index(turn % 2), 1), _told(item_ring.index(turn % 2), 2)
+        mbarrier.arrive(item_free.index(turn % 2), count=1)
+        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
+        row, column = q_start.to(gl.int32), g * GROUP * D
+        first = since
+        side = turn % KEY_STAGES
+        mbarrier.wait(k_ready.index(side), _parity(turn, KEY_STAGES))
+        keys_t = k_ring.index(side).permute((1, 0))
+        if D == 64:  # where registers are left: less to read from shared memory
+            keys_t = keys_t.load(gl.DotOperandLayout(0, Q, 2))
+        for _ in range(steps * GROUP):
+            slot = step % KEY_STAGES
+            mbarrier.wait(d_s_ready.index(slot), _parity(step, KEY_STAGES))
+            d_q = warpgroup_mma(keys_t, d_s_ring.index(slot), zeros, use_acc=False, is_async=True)
+            d_q = warpgroup_mma_wait(0, deps=(d_q,))
+            mbarrier.arrive(d_s_free.index(slot), count=1)
+            if first + BLOCK_M > queries:  # past the end is another sequence
+                d_q = gl.where((first + m < queries)[None, :], d_q, 0.0)
+            tma.store_wait(SUM_STAGES - 1)
+            barrier()
+            sum_ring.index(step % SUM_STAGES).permute((1, 0)).store(d_q)
+            fence_async_shared()
+            barrier()
+            add_to_global(sum_tiles, [row + first, column], sum_ring.index(step % SUM_STAGES))
+            step += 1
+            first += BLOCK_M
+            if first >= queries:
+                first = since
+                column += D
+        mbarrier.arrive(k_free.index(side), count=1)
+        turn += 1
+        mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
+        item = _told(item_ring.index(turn % 2), 0)
+    tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
 def _backward(
-    q_tiles, d_out_tiles, k_tiles, v_tiles, sum_tiles, positions, q_ends, k_ends, lse, delta, d_k, d_v, scale,
+    q_tiles, d_out_tiles, k_tiles, v_tiles, sum_tiles, taken, positions, q_ends, k_ends, lse, delta, d_k, d_v, scale,
     groups, pairs, tiles, section, q_rows, k_rows,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     SUM_STAGES: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v of a tile of keys, and its part of d_q. The first keys are seen most and come first."""
-    g, tile, q_start, queries, k_start, keys = _place(
-        q_ends, k_ends, groups, pairs, tiles, section, q_rows, k_rows, PACKED
-    )  # fmt: skip
-    first_key = tile * BOTH
-    statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
-    lse += statistic
-    delta += statistic
-    if positions is not None:
-        positions += q_start
-    since, always, seen = _seeing(positions, queries, keys, first_key, gl.minimum(first_key + BOTH, keys) - 1, CHUNK)
-    none = since == queries
-    since = since // BLOCK_M * BLOCK_M  # so that only a tile at the sequence's end may be cut
-    steps = gl.where(none, 0, gl.cdiv(queries - since, BLOCK_M))
-    masked = gl.where(first_key + BOTH > seen, queries, always)  # keys that nobody sees never count
+    """d_k and d_v of tiles of keys, and their parts of d_q. The first keys are seen most and come first."""
     dtype: gl.constexpr = q_tiles.dtype
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     D_S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOTH, BLOCK_M], dtype)
-    k_tile = gl.allocate_shared_memory(dtype, [BOTH, D], k_tiles.layout)
-    v_tile = gl.allocate_shared_memory(dtype, [BOTH, D], v_tiles.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, BOTH, D], k_tiles.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, BOTH, D], v_tiles.layout)
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_tiles.layout)
     d_out_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], d_out_tiles.layout)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     position_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
-    d_s_tile = gl.allocate_shared_memory(dtype, [BOTH, BLOCK_M], D_S)
+    d_s_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, BOTH, BLOCK_M], D_S)
     sum_ring = gl.allocate_shared_memory(gl.float32, [SUM_STAGES, BLOCK_M, D], sum_tiles.layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    item_ring = gl.allocate_shared_memory(gl.int32, [2, 8], PLAIN)
+    k_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_s_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    d_s_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    d_s_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    d_s_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_ready, count=1)
     mbarrier.init(came, count=1)
+    for side in gl.static_range(KEY_STAGES):
+        mbarrier.init(k_ready.index(side), count=1)
+        mbarrier.init(k_free.index(side), count=3)
+        mbarrier.init(d_s_ready.index(side), count=2)
+        mbarrier.init(d_s_free.index(side), count=1)
+    for side in gl.static_range(2):
+        mbarrier.init(item_ready.index(side), count=1)
+        mbarrier.init(item_free.index(side), count=3)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(stage), count=1)
         mbarrier.init(q_free.index(stage), count=2)
-    mbarrier.init(d_s_ready, count=2)
-    mbarrier.init(d_s_free, count=1)
-    k_row, k_column = k_start.to(gl.int32) + first_key, g * D
-    row, column = q_start.to(gl.int32), g * GROUP * D
     rings = (q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free)
-    of_keys = (k_tile, v_tile, k_ready)
-    of_d_s = (d_s_tile, d_s_ready, d_s_free)
-    sizes = (since, steps, queries, keys, masked, seen, first_key, k_start, k_rows, groups, g)
-    of_queries = (since, steps, queries, keys, q_rows, first_key, seen)
+    of_keys = (k_ring, v_ring, k_ready, k_free)
+    of_items = (item_ring, item_ready, item_free)
+    of_d_s = (d_s_ring, d_s_ready, d_s_free)
+    sizes = (groups, pairs, tiles, section, q_rows, k_rows)
     gl.warp_specialize([
         (_backward_consumer, (
-            rings, of_keys, of_d_s, d_k, d_v, scale, sizes, 0, GROUP, D, BLOCK_M, STAGES, PACKED,
+            rings, of_keys, of_items, of_d_s, q_ends, k_ends, d_k, d_v, scale, sizes,
+            0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED,
         )),
         (_backward_consumer, (
-            rings, of_keys, of_d_s, d_k, d_v, scale, sizes, 1, GROUP, D, BLOCK_M, STAGES, PACKED,
+            rings, of_keys, of_items, of_d_s, q_ends, k_ends, d_k, d_v, scale, sizes,
+            1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED,
         )),
         (_backward_adder, (
-            of_keys, of_d_s, sum_ring, sum_tiles, row, column, since, steps, queries,
-            GROUP, D, BLOCK_M, SUM_STAGES,
+            of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
+            GROUP, D, BLOCK_M, SUM_STAGES, KEY_STAGES, PACKED,
         )),
         (_backward_producer, (
-            q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, came, k_row, k_column, row, column,
-            positions, lse, delta, of_queries, GROUP, D, BLOCK_M, STAGES,
+            q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, positions, q_ends, k_ends,
+            lse, delta, sizes, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, CHUNK, PACKED,
         )),
     ], [4, 4, 4], [CONSUMER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -679,13 +834,14 @@ class _Call(Sizes):
         self.positions, *self.ends = contiguous(q_positions, q_ends, k_ends)
         self.scale = scale
 
-    def launch(self, kernel, height, length, streamed, *arguments, **constants):
-        """One program a tile of so many of ``length`` rows, or keys, of each sequence and key/value head."""
+    def launch(self, kernel, height, length, streamed, *arguments, programs=None, **constants):
+        """An item is a tile of so many of ``length`` rows, or keys, of a sequence and key/value head; each has a
+        program, or takes one of ``programs``."""
         tiles = triton.cdiv(length, height)
         if not self.pairs * tiles:
             return
         section = self.section(streamed, self.q.element_size())
-        kernel[(self.pairs * tiles,)](
+        kernel[(min(programs or self.pairs * tiles, self.pairs * tiles),)](
             *arguments, self.groups, self.pairs, tiles, section, self.q_rows, self.k_rows,
             GROUP=self.heads // self.groups, D=self.width, PACKED=self.packed, num_warps=4, **constants,
         )  # fmt: skip
@@ -695,15 +851,15 @@ class _Call(Sizes):
         if not (self.q.numel() and self.k.numel()):
             return out.zero_(), lse.fill_(-float("inf"))
         if self.width == 64:
-            kernel, height, block_n = _forward_narrow, ROWS.value, 64
+            kernel, height, block_n, stages = _forward_narrow, ROWS.value, 64, 3
             registers = {"maxnreg": 128}  # four programs a multiprocessor
         else:
-            kernel, height, block_n = _forward_wide, BOTH.value, 128
+            kernel, height, block_n, stages = _forward_wide, BOTH.value, 128, 2
             registers = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
         self.launch(
             kernel, height, self.q_longest * (self.heads // self.groups), self.k_longest,
             _tiles(self.k, block_n, self.width), _tiles(self.v, block_n, self.width), self.q, self.positions,
-            *self.ends, out, lse, self.scale, self.q.stride(0), BLOCK_N=block_n, STAGES=2, **registers,
+            *self.ends, out, lse, self.scale, self.q.stride(0), BLOCK_N=block_n, STAGES=stages, **registers,
         )  # fmt: skip
         return out, lse
 
@@ -713,19 +869,25 @@ class _Call(Sizes):
         if not (self.q.numel() and self.k.numel()):
             return d_q.zero_(), d_k.zero_(), d_v.zero_()
         delta, sums = torch.empty_like(lse), torch.empty_like(d_q, dtype=torch.float32)
+        taken = lse.new_empty(1, dtype=torch.int32)
         rows, block = sums.numel() // self.width, 32
         _prepare[(triton.cdiv(rows, block),)](
-            d_out, out, d_lse, delta, sums, rows, self.heads, self.q_rows,
+            d_out, out, d_lse, delta, sums, taken, rows, self.heads, self.q_rows,
             D=self.width, PACKED=self.packed, BLOCK=block, num_warps=4,
         )  # fmt: skip
-        block_m = 64 if self.width == 64 else 32  # twice the width takes twice the registers for d_k and d_v
+        if self.width == 64:
+            block_m, key_stages = 64, 2
+            registers = {"CONSUMER_REGISTERS": 192, "ADDER_REGISTERS": 96, "PRODUCER_REGISTERS": 32}
+        else:  # twice the width takes twice the registers for d_k and d_v, and shared memory
+            block_m, key_stages = 32, 1
+            registers = {"CONSUMER_REGISTERS": 208, "ADDER_REGISTERS": 64, "PRODUCER_REGISTERS": 32}
         of_queries = (_tiles(t, block_m, self.width) for t in (self.q, _rows(d_out)))
         of_keys = (_tiles(t, BOTH.value, self.width) for t in (self.k, self.v))
         self.launch(
             _backward, BOTH.value, self.k_longest, self.q_longest * (self.heads // self.groups),
-            *of_queries, *of_keys, _tiles(_rows(sums), block_m, self.width), self.positions, *self.ends, lse, delta,
-            d_k, d_v, self.scale, BLOCK_M=block_m, STAGES=4, SUM_STAGES=2, CHUNK=CHUNK,
-            CONSUMER_REGISTERS=208, ADDER_REGISTERS=72, PRODUCER_REGISTERS=24, maxnreg=128,
+            *of_queries, *of_keys, _tiles(_rows(sums), block_m, self.width), taken, self.positions, *self.ends, lse,
+            delta, d_k, d_v, self.scale, programs=MULTIPROCESSORS, BLOCK_M=block_m, STAGES=4, KEY_STAGES=key_stages,
+            SUM_STAGES=2, CHUNK=CHUNK, maxnreg=128, **registers,
         )  # fmt: skip
         return torch.mul(sums, self.scale, out=d_q), d_k, d_v
 
