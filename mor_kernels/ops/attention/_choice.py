@@ -105,36 +105,39 @@ def _plain(q, k, q_positions, q_lens, k_lens):
     return q_positions is None and q_lens is None and k_lens is None and q.shape[1] == k.shape[1]
 
 
-# From how many keys of a sequence on a specialist is faster than Triton on an H100 (torch 2.11 with its cuDNN, Triton
-# 3.6, flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it,
-# in ms, what was measured in turns: Triton / the others in their order (bf16, 65,536 tokens; 15 query heads on 5 of
-# width 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; FA4's lists included).
+# What is faster than Triton on an H100 from how many keys of a sequence on (torch 2.11 with its cuDNN, Triton 3.6,
+# flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it, in
+# ms, what was measured in turns: Triton / hopper / FA4, and cuDNN for causal (bf16, 65,536 tokens; 15 query heads on 5
+# of width 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; FA4's lists included). One
+# that comes a second time is for calls that those between don't take.
 FASTER = {
-    # 512: 0.296 / 0.311 / 0.240 / 0.289; 2048: 0.710 / 0.704 / 0.669 / 0.670; 8192: 2.51 / 2.15 / 2.38 / 2.33. In the
-    # benchmark, where launches don't count, cuDNN is behind at 682.
-    ("causal", "forward", 64): {"fa4": 8192, "cudnn": 1024, "hopper": 512},
-    # 512: 0.696 / 0.358 / 0.550 / 0.651; 8192: 5.25 / 3.60 / 3.64 / 3.60
-    ("causal", "forward", 128): {"cudnn": 512, "fa4": 512, "hopper": 512},
-    # 1024: 1.10 / 1.28 / 1.15 / 1.50; 2048: 1.89 / 1.81 / 1.79 / 2.19; 8192: 6.79 / 5.30 / 5.50 / 6.54
-    ("causal", "backward", 64): {"fa4": 4096, "hopper": 1280, "cudnn": 8192},
-    # 1024: 2.35 / 2.83 / 2.63 / 2.35; 2048: 3.84 / 3.65 / 3.86 / 3.69; 8192: 13.0 / 9.89 / 11.4 / 11.4
-    ("causal", "backward", 128): {"fa4": 2048, "cudnn": 4096, "hopper": 2048},
-    ("subset", "forward", 64): {"hopper": 2048},  # 1024: 0.278 / 0.400; 2048: 0.365 / 0.354; 16384: 2.55 / 2.31
-    # 1024: 0.527 / 0.463 / 0.567; 2048: 0.814 / 0.639 / 0.628; 8192: 2.63 / 1.88 / 1.79; in the
-    # benchmark, where lists don't count, FA4 is behind at 8192
-    ("subset", "forward", 128): {"hopper": 1024, "fa4": 2048},
-    # 2048: 1.02 / 0.984 / 1.38; 4096: 1.73 / 1.65 / 1.92; 8192: 3.46 / 2.93 / 3.05; benchmark: Triton at 2048
-    ("subset", "backward", 64): {"hopper": 4096, "fa4": 8192},
-    # 2048: 2.09 / 2.57 / 2.02; 4096: 3.77 / 3.91 / 3.55; 8192: 7.08 / 6.03 / 6.26; 16384: 13.1 / 11.0 / 11.7
-    ("subset", "backward", 128): {"fa4": 8192, "hopper": 4096},
-    # longest 1536: 0.486 / 0.431 / 0.513; 3072: 0.782 / 0.712 / 0.773; 6144: 1.30 / 1.12 / 1.20
-    ("ragged", "forward", 64): {"hopper": 1024, "fa4": 1792},
-    # longest 1536: 1.14 / 0.766 / 0.983; 6144: 2.63 / 1.81 / 2.02
-    ("ragged", "forward", 128): {"fa4": 1024, "hopper": 1024},
-    # longest 1536: 1.25 / 1.25 / 1.46; 3072: 2.20 / 1.89 / 1.97; 6144: 3.54 / 2.90 / 2.79
-    ("ragged", "backward", 64): {"hopper": 1536, "fa4": 2048},
-    # longest 1536: 2.73 / 2.98 / 2.55; 3072: 4.26 / 3.96 / 4.01; 6144: 6.86 / 5.64 / 5.91
-    ("ragged", "backward", 128): {"fa4": 2048, "hopper": 1536},
+    # 512: 0.296 / 0.287 / 0.311 / 0.244; 1024: 0.424 / 0.392 / 0.441 / 0.376; 2048: 0.704 / 0.610 / 0.713 / 0.671;
+    # 8192: 2.49 / 1.90 / 2.40 / 2.47. In the benchmark, where launches don't count, cuDNN is behind at 682.
+    ("causal", "forward", 64): (("hopper", 1280), ("cudnn", 1024), ("hopper", 512)),
+    # 512: 0.706 / 0.653 / 0.549 / 0.358; 2048: 1.58 / 1.23 / 1.09 / 0.994; 8192: 5.03 / 3.48 / 3.71 / 3.59
+    ("causal", "forward", 128): (("hopper", 8192), ("cudnn", 512), ("fa4", 512), ("hopper", 512)),
+    # 1024: 1.11 / 1.06 / 1.27 / 1.50; 2048: 1.90 / 1.63 / 1.80 / 2.18; 4096: 3.60 / 2.80 / 2.94 / 3.56;
+    # 8192: 7.26 / 5.28 / 5.04 / 6.26
+    ("causal", "backward", 64): (("fa4", 8192), ("hopper", 1024), ("fa4", 2048)),
+    # 1024: 2.38 / 2.30 / 2.83 / 2.59; 2048: 3.84 / 3.66 / 3.57 / 3.78; 8192: 13.1 / 11.3 / 10.5 / 12.0
+    ("causal", "backward", 128): (("fa4", 2048), ("hopper", 1024), ("cudnn", 2048)),
+    # 1024: 0.304 / 0.328 / 0.515; 2048: 0.377 / 0.328 / 0.506; 4096: 0.698 / 0.537 / 0.788; 16384: 2.48 / 1.90 / 2.51
+    ("subset", "forward", 64): (("hopper", 1536),),
+    # 1024: 0.524 / 0.563 / 0.709; 2048: 0.806 / 0.634 / 0.623; 8192: 2.60 / 1.78 / 1.79; 16384: 4.84 / 3.35 / 3.60; in
+    # the benchmark, where lists don't count, FA4 is behind at 8192
+    ("subset", "forward", 128): (("hopper", 1536), ("fa4", 2048)),
+    # 1024: 0.681 / 1.02 / 1.08; 2048: 0.994 / 0.980 / 1.36; 4096: 1.76 / 1.53 / 1.94; 8192: 3.39 / 2.77 / 3.05
+    ("subset", "backward", 64): (("hopper", 2048), ("fa4", 8192)),
+    # 1024: 1.40 / 1.36 / 2.07; 2048: 2.11 / 1.97 / 2.55; 8192: 6.89 / 6.08 / 6.13; 16384: 13.3 / 11.5 / 10.7
+    ("subset", "backward", 128): (("fa4", 16384), ("hopper", 1024), ("fa4", 8192)),
+    # longest 1536: 0.629 / 0.423 / 0.505; 3072: 0.800 / 0.636 / 0.775; 6144: 1.34 / 0.984 / 1.23
+    ("ragged", "forward", 64): (("hopper", 1024), ("fa4", 1792)),
+    # longest 1536: 1.13 / 0.970 / 0.786; 6144: 2.70 / 1.93 / 1.80
+    ("ragged", "forward", 128): (("fa4", 1024), ("hopper", 1024)),
+    # longest 1536: 1.26 / 1.16 / 1.46; 3072: 2.18 / 1.82 / 1.97; 6144: 3.62 / 2.92 / 2.70
+    ("ragged", "backward", 64): (("fa4", 4096), ("hopper", 1024), ("fa4", 2048)),
+    # longest 1536: 2.68 / 2.47 / 2.98; 3072: 4.45 / 3.93 / 3.93; 6144: 6.65 / 6.17 / 5.59
+    ("ragged", "backward", 128): (("fa4", 4096), ("hopper", 1024), ("fa4", 3072)),
 }
 
 
@@ -143,7 +146,7 @@ def _choose(what, direction, q, keys):
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.get_device_capability(q.device) != (9, 0):
         return ()
     width = 64 if q.shape[-1] <= 64 else 128
-    return [name for name, least in FASTER[what, direction, width].items() if keys >= least]
+    return [name for name, least in FASTER[what, direction, width] if keys >= least]
 
 
 def choose(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, direction="forward"):
