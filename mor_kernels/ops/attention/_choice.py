@@ -146,7 +146,7 @@ def _choose(what, direction, q, keys):
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.get_device_capability(q.device) != (9, 0):
         return ()
     width = 64 if q.shape[-1] <= 64 else 128
-    return [name for name, least in FASTER[what, direction, width] if keys >= least]
+    return list(dict.fromkeys(name for name, least in FASTER[what, direction, width] if keys >= least))
 
 
 def choose(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, direction="forward"):

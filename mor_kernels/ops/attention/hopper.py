@@ -202,6 +202,14 @@ def _copy(tiles, at, ready, tile):
 
 
 @gluon.jit
+def _copy_two(tiles_1, tiles_2, at_1, at_2, ready, tile_1, tile_2):
+    """Both copies complete ``ready``."""
+    mbarrier.expect(ready, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
+    tma.async_copy_global_to_shared(tiles_1, at_1, ready, tile_1)
+    tma.async_copy_global_to_shared(tiles_2, at_2, ready, tile_2)
+
+
+@gluon.jit
 def _fill(i, since, n_tiles, of_keys, ring, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Begin to copy the keys of tile i and the values of the one before, which are needed together."""
     k_tiles, v_tiles, row, column = of_keys
@@ -209,9 +217,8 @@ def _fill(i, since, n_tiles, of_keys, ring, BLOCK_N: gl.constexpr, STAGES: gl.co
     slot = (since + i) % STAGES
     row += i * BLOCK_N
     if i < n_tiles:
-        mbarrier.expect(ready.index(slot), k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tiles, [row, column], ready.index(slot), k_ring.index(slot))
-        tma.async_copy_global_to_shared(v_tiles, [row - BLOCK_N, column], ready.index(slot), v_ring.index(slot))
+        k_at, v_at = [row, column], [row - BLOCK_N, column]
+        _copy_two(k_tiles, v_tiles, k_at, v_at, ready.index(slot), k_ring.index(slot), v_ring.index(slot))
     elif i == n_tiles:
         _copy(v_tiles, [row - BLOCK_N, column], ready.index(slot), v_ring.index(slot))
 
@@ -285,9 +292,9 @@ def _forward_narrow(
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
     ring = (k_ring, v_ring, ready)
-    of_keys = (k_tiles, v_tiles, k_start.to(gl.int32), g * D)
-    at = [k_start.to(gl.int32), g * D]
-    _copy(k_tiles, at, ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
+    key, column = k_start.to(gl.int32), g * D
+    of_keys = (k_tiles, v_tiles, key, column)
+    _copy(k_tiles, [key, column], ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
     rows = _load_rows(q, first_row, q_start, queries, q_token, g * GROUP, GROUP, D)
     if positions is not None:
         positions += q_start
@@ -320,7 +327,7 @@ def _forward_narrow(
             fine = (gl.convert_layout(gl.sum(total, 1), OF_ROW) < BEYOND) | (position < 0)
             if gl.min(fine.to(gl.int32), 0) == 0:
                 since = n_tiles + 1
-                _copy(k_tiles, at, ready.index(since % STAGES), k_ring.index(since % STAGES))
+                _copy(k_tiles, [key, column], ready.index(since % STAGES), k_ring.index(since % STAGES))
                 for i in gl.static_range(1, STAGES):
                     _fill(i, since, n_tiles, of_keys, ring, BLOCK_N, STAGES)
                 acc, total, reference = _pass(
@@ -494,18 +501,14 @@ def _bring(
     """Copy a tile of each; ``ready`` completes when they are there. Rows from ``count`` on may hold NaN: the copies
     then complete ``came`` instead, and ``ready`` follows when they are cleaned. Returns how often that was, in all."""
     if first + SIZE > count:
-        mbarrier.expect(came, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
-        tma.async_copy_global_to_shared(tiles_1, [row, column], came, tile_1)
-        tma.async_copy_global_to_shared(tiles_2, [row, column], came, tile_2)
+        _copy_two(tiles_1, tiles_2, [row, column], [row, column], came, tile_1, tile_2)
         mbarrier.wait(came, cleaned & 1)
         _clean(tile_1, first, count, SIZE, D)
         _clean(tile_2, first, count, SIZE, D)
         mbarrier.arrive(ready, count=1)
         cleaned += 1
     else:
-        mbarrier.expect(ready, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
-        tma.async_copy_global_to_shared(tiles_1, [row, column], ready, tile_1)
-        tma.async_copy_global_to_shared(tiles_2, [row, column], ready, tile_2)
+        _copy_two(tiles_1, tiles_2, [row, column], [row, column], ready, tile_1, tile_2)
     return cleaned
 
 
