@@ -58,7 +58,7 @@ SPILLS = {
 }
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1"}
+SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1", torch.uint8: "u8"}
 
 # (width, dtype) of hidden states; ROUTED: of routing, which takes longest to compile, fewer.
 STREAMS = [(width, BF16) for width in (64, 576, 960, 1001, 1536, 2048, 4096, 10000)]
@@ -154,6 +154,31 @@ def scenarios() -> Iterator[Callable]:
     yield partial(ops.rope, floats(B, 15, N, 64, dtype=BF16).transpose(1, 2), whole(B, N))
     for width in (2, 10):
         yield partial(ops.rope, floats(B * N, 1, width), whole(B * N))
+
+    table, offsets = whole(B, 128, dtype=torch.int32), whole(B + 1, dtype=torch.int32)
+    for width, dtype, heads, groups in ATTENTION:
+        new, old = floats(B, groups, width, dtype=dtype), floats(1000, 16, groups, width, dtype=dtype)
+        yield partial(ops.kv_append, new, new, old, old, whole(B))
+        yield partial(ops.kv_lookup, old, old, table, offsets, 4096)
+        for cache in (old.detach(), whole(*old.shape, dtype=torch.float8_e4m3fn)):
+            q, scales = new.detach().repeat(1, heads // groups, 1), {}
+            if cache.dtype != dtype:
+                scales = {"k_scale": floats(groups).detach(), "v_scale": floats(groups).detach()}
+            turn = {"positions": whole(B), "q": q}
+            yield partial(ops.kv_append_, new.detach(), new.detach(), cache, cache, whole(B), **turn, **scales)
+            yield partial(ops.paged_attention, q, cache, cache, table, whole(B, dtype=torch.int32), **scales)
+        yield partial(ops.kv_lookup, cache, cache, table, offsets, 4096)
+    yield partial(ops.kv_append_, new.detach(), new.detach(), old.detach(), old.detach(), whole(B))
+    q, cache = floats(512, 15, 64, dtype=BF16).detach(), floats(1000, 16, 5, 64, dtype=BF16).detach()
+    for lanes in (256, 128, 32):  # 2, 4 and 16 queries a lane
+        ragged = {"rows": whole(lanes), "cu_seqlens_q": whole(lanes + 1, dtype=torch.int32)}
+        lens = whole(lanes, dtype=torch.int32)
+        yield partial(ops.paged_attention, q, cache, cache, table, lens, **ragged)
+        yield partial(ops.paged_attention, q, cache, cache, table, lens, q_positions=whole(512), **ragged)
+    pages = ops.Pages(whole(B), whole(B), table, whole(1000, dtype=torch.int32), whole())
+    yield partial(ops.take_pages_, pages, whole(B), offsets, N, 16)
+    yield partial(ops.commit_, pages, whole(B), offsets)
+    yield partial(ops.free_pages_, pages, whole(B))
 
 
 def for_hopper() -> Iterator[Callable]:

@@ -331,7 +331,7 @@ class Engine:
             "preemptions": self._preemptions,
             "running": len(self.running),
             "waiting": len(self.waiting),
-            "pages_in_use": pages - sum(int(pool.free_count) for pool in pools),
+            "pages_in_use": pages - sum(int(pool.pages.free_count) for pool in pools),
             "pages": pages,
             "cache_bytes": self.cache.nbytes,
         }
@@ -357,7 +357,7 @@ class Engine:
         while self.waiting and self.free_slots:
             request = self.waiting[0]
             pending = [len(r.tokens) for r in (*self.running, request) if not r.in_flight]
-            if self.running and any(need > int(pool.free_count) for pool, need in self._pages_for(pending)):
+            if self.running and any(need > int(pool.pages.free_count) for pool, need in self._pages_for(pending)):
                 break
             self.waiting.popleft()
             request.slot = self.free_slots.pop()
@@ -374,7 +374,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """Compute the next tokens of the prompts, oldest first; a prompt that is complete yields its first token."""
-        counts, budget = {}, self.prefill_chunk
+        counts, budget = {}, self.prefill_chunk  # tokens by request
         for r in self.running:
             if not r.in_flight and budget:
                 counts[r] = min(budget, len(r.tokens) - r.done)
@@ -398,21 +398,21 @@ class Engine:
             self._ints(position for part in parts for position in range(part.start, part.stop)),
             self._ints(recorded),
             slots,
-            sizes,
+            _offsets(sizes),
         )
         run = torch.repeat_interleave(torch.arange(len(requests), device=self.device), sizes)
         active, depths = torch.arange(len(run), device=self.device), torch.zeros_like(run)
         for recursion in range(self.config.num_recursions):
             sizes_left = torch.bincount(run[active], minlength=len(requests))
             left = sizes_left > 0
-            part = tokens.take(active)
-            goes_on = self._pass(part, slots[left], torch.full_like(slots[left], recursion), sizes_left[left])
+            part, lanes = tokens.take(active), slots[left]
+            goes_on = self._pass(part, lanes, torch.full_like(lanes, recursion), _offsets(sizes_left[left]))
             tokens.put(active, part)
             depths[active] += 1
             active = active[goes_on]
             if not len(active):
                 break
-        x = self._leave(tokens, slots, sizes)
+        x = self._leave(tokens, slots, _offsets(sizes))
 
         ends = sizes.cumsum(0)
         for r, end in zip(requests, ends.tolist()):
@@ -432,7 +432,7 @@ class Engine:
             return
         slots = self._ints(r.slot for r in requests)
         tokens = self.state.take(slots)
-        goes_on = self._pass(tokens, slots, self._ints(r.recursion for r in requests), torch.ones_like(slots))
+        goes_on = self._pass(tokens, slots, self._ints(r.recursion for r in requests))
         self.state.put(slots, tokens)
         self._passes += len(requests)
         leaving = []
@@ -444,16 +444,19 @@ class Engine:
                 r.in_flight = False
         if leaving:
             index = self._ints(leaving)
-            x = self._leave(tokens.take(index), slots[index], torch.ones_like(index))
+            x = self._leave(tokens.take(index), slots[index])
             self._emit([requests[i] for i in leaving], x)
 
-    # Tokens on their way through the model
+    # Tokens on their way through the model: n of them, in R runs, of slots (R,), that begin at cu_seqlens (R+1,); where
+    # there is none, each run is one token
 
-    def _enter(self, ids: Tensor, positions: Tensor, recorded: Tensor, slots: Tensor, counts: Tensor) -> _Tokens:
-        """Embedding and first layer of n tokens in R runs: slots, counts (R,); recorded (n,) depths, 0 for none."""
+    def _enter(
+        self, ids: Tensor, positions: Tensor, recorded: Tensor, slots: Tensor, cu_seqlens: Tensor | None = None
+    ) -> _Tokens:
+        """Embedding and first layer; recorded (n,) depths, 0 for none."""
         x = self.model.embed_tokens(ids)
         if self.cache.ends:
-            plan = self.cache.plan_ends(slots, counts)
+            plan = self.cache.plan_ends(slots, positions, cu_seqlens)
             x = self.model.first_layer(x, positions, functools.partial(plan.attend, 0))
         last, gates = torch.full_like(ids, self.config.num_recursions), self.state.gates.new_zeros(len(ids), 0)
         if self.config.router == "token_choice":
@@ -462,14 +465,18 @@ class Engine:
         replayed = recorded > 0
         return _Tokens(positions, x, x.clone(), gates, torch.where(replayed, recorded, last), replayed)
 
-    def _pass(self, tokens: _Tokens, slots: Tensor, recursions: Tensor, counts: Tensor) -> Tensor:
-        """Take tokens through the block once, each run at its own recursion, and update their state.
+    def _pass(
+        self, tokens: _Tokens, slots: Tensor, recursions: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Take tokens through the block once, each run at its own recursion (R,) from 0, and update their state.
 
-        slots, recursions (from 0), counts (R,). Returns which of the n tokens take the next recursion as well.
+        Returns which of the n tokens take the next recursion as well.
         """
         model, config = self.model, self.config
-        recursion = torch.repeat_interleave(recursions, counts)
-        update = self._block(tokens.x, tokens.positions, slots, recursions, counts)
+        recursion = recursions
+        if cu_seqlens is not None:
+            recursion = torch.repeat_interleave(recursions, cu_seqlens.diff(), output_size=len(tokens.x))
+        update = self._block(tokens.x, tokens.positions, slots, recursions, recursion, cu_seqlens)
         everyone = torch.arange(len(recursion), device=self.device)
         goes_on = recursion + 1 < tokens.last
         if config.router == "expert_choice":
@@ -487,18 +494,17 @@ class Engine:
             tokens.x = update
         return goes_on
 
-    def _block(self, x: Tensor, positions: Tensor, slots: Tensor, recursions: Tensor, counts: Tensor) -> Tensor:
-        """f of tokens (n, D): one call where the recursions share all layers, otherwise one for each recursion."""
-        lane = torch.repeat_interleave(recursions, counts)
+    def _block(self, x, positions, slots, recursions, recursion, cu_seqlens) -> Tensor:
+        """f of tokens (n, D) at recursion (n,): one call where the recursions share all layers, otherwise one each."""
         present = recursions.unique().tolist()
         if len(present) > 1 and "cycle" not in self.config.sharing:
             out = torch.empty_like(x)
-            for r in present:
-                of, runs = lane == r, recursions == r
-                out[of] = self._block(x[of], positions[of], slots[runs], recursions[runs], counts[runs])
+            for r in present:  # several recursions at once: decoding, with one token a run
+                of = recursion == r
+                out[of] = self._block(x[of], positions[of], slots[of], recursions[of], recursion[of], cu_seqlens)
             return out
-        plan = self.cache.plan(slots, recursions, counts, positions)
-        out = self.model.block(x, lane if len(present) > 1 else present[0], positions, plan.attend)
+        plan = self.cache.plan(slots, recursions, positions, cu_seqlens, entering=0 in present)
+        out = self.model.block(x, recursion if len(present) > 1 else present[0], positions, plan.attend)
         plan.commit()
         return out
 
@@ -508,11 +514,11 @@ class Engine:
         present, which = recursion.unique(return_inverse=True)
         return torch.stack([function(r, x) for r in present.tolist()]).gather(0, which[None])[0]
 
-    def _leave(self, tokens: _Tokens, slots: Tensor, counts: Tensor) -> Tensor:
-        """Last layer of n tokens in R runs; their keys and values are then complete. Returns states (n, D)."""
+    def _leave(self, tokens: _Tokens, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Last layer; the tokens' keys and values are then complete. Returns states (n, D)."""
         if not self.cache.ends:
             return tokens.x
-        plan = self.cache.plan_ends(slots, counts)
+        plan = self.cache.plan_ends(slots, tokens.positions, cu_seqlens)
         x = self.model.last_layer(tokens.x, tokens.positions, functools.partial(plan.attend, 1))
         plan.commit()
         return x
@@ -573,7 +579,7 @@ class Engine:
             return
         slots = self._ints(r.slot for r in requests)
         ids, positions = self._ints(r.tokens[-1] for r in requests), self._ints(len(r.tokens) - 1 for r in requests)
-        tokens = self._enter(ids, positions, torch.zeros_like(ids), slots, torch.ones_like(slots))
+        tokens = self._enter(ids, positions, torch.zeros_like(ids), slots)
         self.state.put(slots, tokens)
         for r in requests:
             r.in_flight, r.recursion = True, 0
@@ -595,7 +601,7 @@ class Engine:
         return requests
 
     def _release(self, r: _Request) -> None:
-        self.cache.free(r.slot)
+        self.cache.free(self._ints([r.slot]))
         self.free_slots.append(r.slot)
         self.running.remove(r)
         r.slot = -1
@@ -617,3 +623,7 @@ class Engine:
 
     def _ints(self, values) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

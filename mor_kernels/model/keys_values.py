@@ -23,17 +23,18 @@ class KeyValues:
         self.base: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.first = True
 
-    def attend(self, slot, q, kv):
+    def attend(self, slot, q, kv, positions, theta):
+        if self.strategy == "shared" and not self.first:
+            return self.over_all(ops.rope(q, positions, theta), *self.base[slot])
+        k, v = kv()
+        q, k = ops.rope((q, k), positions, theta)
         if self.first or self.strategy == "recursion_wise":
-            k, v = kv()
             if self.strategy != "recursion_wise":
                 self.base[slot] = k, v
             return self.among_kept(q, k, v)
-        if self.strategy == "shared":
-            return self.over_all(q, *self.base[slot])
         if self.hybrid_base == "first":
-            return self.over_all(q, *self.base[slot], *kv())
-        self.base[slot] = self.replace(*kv(), *self.base[slot])
+            return self.over_all(q, *self.base[slot], k, v)
+        self.base[slot] = self.replace(k, v, *self.base[slot])
         return self.over_all(q, *self.base[slot])
 
 

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import ops
 from ..ops._numeric import wide
 from .config import MoRConfig
 
-# attend(q, kv) -> like q: attention for rotated queries (..., H, d); kv() computes the rotated keys and the values
-# (..., G, d) of the same tokens, and is called only where the strategy needs them.
-Attend = Callable[[torch.Tensor, Callable[[], tuple[torch.Tensor, torch.Tensor]]], torch.Tensor]
+KV = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+# attend(q, kv, positions, theta) -> like q: attention for queries (..., H, d) of tokens at positions (...). kv() gives
+# the keys and values (..., G, d) of the same tokens, and is called only where the strategy needs them. Queries and keys
+# come as they were projected: attend applies ops.rope, together where it needs both.
+Attend = Callable[[torch.Tensor, KV, torch.Tensor, float], torch.Tensor]
 # adapter("q" | "v", x) -> what a recursion adds to that projection
 Adapter = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -35,9 +36,9 @@ class Attention(nn.Module):
             return y.unflatten(-1, (y.shape[-1] // self.head_dim, self.head_dim))
 
         def kv():
-            return ops.rope(project(self.k_proj, "k"), positions, self.theta), project(self.v_proj, "v")
+            return project(self.k_proj, "k"), project(self.v_proj, "v")
 
-        out = attend(ops.rope(project(self.q_proj, "q"), positions, self.theta), kv)
+        out = attend(project(self.q_proj, "q"), kv, positions, self.theta)
         return self.o_proj(out.flatten(-2))
 
 

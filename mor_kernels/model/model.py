@@ -93,7 +93,7 @@ class MoR(nn.Module):
             x: (..., D); positions: (...) absolute.
             recursion: its number from 0; or (n,) int64 for tokens (n, D) at different recursions, where all recursions
                 share their layers (sharing "cycle" and "middle_cycle").
-            attend: attend(slot, q, kv), see :mod:`.keys_values`.
+            attend: attend(slot, q, kv, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
         """
         mixed = isinstance(recursion, torch.Tensor)
         for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):

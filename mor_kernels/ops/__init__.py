@@ -23,6 +23,8 @@ from .losses import (
     z_loss,
 )
 from .pack import Depths, Packed, choose_depths, pack_depths
+from .paged_attention import paged_attention
+from .pages import Pages, Taken, commit_, free_pages_, take_pages_
 from .rope import rope
 from .route import Routed, route
 from .scatter_back import scatter_back, scatter_back_
@@ -30,19 +32,24 @@ from .scatter_back import scatter_back, scatter_back_
 __all__ = [
     "Depths",
     "Packed",
+    "Pages",
     "Routed",
+    "Taken",
     "attention",
     "attention_varlen",
     "aux_loss",
     "balance_loss",
     "choose_depths",
+    "commit_",
     "dead_token_ratio",
+    "free_pages_",
     "gather",
     "kv_append",
     "kv_append_",
     "kv_lookup",
     "max_vio",
     "pack_depths",
+    "paged_attention",
     "rope",
     "route",
     "router_bias_update",
@@ -50,5 +57,6 @@ __all__ = [
     "sampling_accuracy",
     "scatter_back",
     "scatter_back_",
+    "take_pages_",
     "z_loss",
 ]

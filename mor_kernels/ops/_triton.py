@@ -6,6 +6,9 @@ so that a new one compiles nothing. Offsets are int64 before they are multiplied
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -13,6 +16,8 @@ import triton
 import triton.language as tl
 
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+TURNS_PER_RADIAN = tl.constexpr(1 / (2 * math.pi))
+RADIANS = tl.constexpr(2 * math.pi / 2**64)  # in a 64-bit fraction of a turn
 
 
 @triton.jit
@@ -89,3 +94,97 @@ def find(ascending, position, count, mask):
         stride //= 4
     there = mask & (low < count)
     return tl.where(there & (tl.load(ascending + low, mask=there, other=-1) == position), low, -1)
+
+
+# Rotary embedding. An fp32 angle at position 2^20 would be off by 0.06 radians, and CUDA's sine of a large one needs a
+# table in local memory. So angles are counted in turns, as 64-bit fractions of one: with f = 2^64 theta^(-i / half) /
+# 2 pi, rounded, the product position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns.
+# Its distance to the nearest quarter of a turn goes through polynomials in fp32 (Cephes, Moshier 1992), and the quarter
+# swaps and signs them.
+
+
+def step_of(theta: float, half: int) -> tuple[float, float]:
+    """theta^(-1 / half) as the sum of two fp32, since Triton passes no fp64."""
+    step = theta ** (-1 / half)
+    high = ctypes.c_float(step).value
+    return high, step - high
+
+
+@triton.jit
+def frequencies(step_high, step_low, BITS: tl.constexpr):
+    """theta^(-i / half) in 64-bit fractions of a turn, less whole turns. The step theta^(-1 / half) comes as the sum of
+    two fp32, since Triton passes no fp64; float64 exponentiation by squaring keeps its 48 bits."""
+    i = tl.arange(0, 2**BITS)
+    turns = tl.full((2**BITS,), TURNS_PER_RADIAN, tl.float64)
+    power = tl.full((2**BITS,), step_high, tl.float64) + tl.full((2**BITS,), step_low, tl.float64)
+    for bit in tl.static_range(BITS):
+        turns = tl.where((i >> bit) & 1 == 1, turns * power, turns)
+        power *= power
+    return ((turns - tl.floor(turns + 0.5)) * 18446744073709551616.0).to(tl.int64)
+
+
+@triton.jit
+def cos_sin(turn):
+    """Cosine and sine of a 64-bit fraction of a turn."""
+    quarter = ((turn >> 61) + 1) >> 1  # the nearest, -2..2
+    x = (turn - (quarter << 62)).to(tl.float32) * RADIANS  # at most pi / 4
+    quarter = quarter.to(tl.int32)
+    y = x * x
+    sin = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
+    cos = 1.0 - 0.5 * y + y * y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5))
+    odd = (quarter & 1) == 1
+    cos, sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    return tl.where(((quarter + 1) & 2) == 2, -cos, cos), tl.where((quarter & 2) == 2, -sin, sin)
+
+
+# Keys and values of 8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity). They travel as
+# uint8, since neither an A100 nor the interpreter has the type.
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 -> uint8, rounded to the nearest, ties to even; what is larger than 448 becomes 448, NaN stays."""
+    largest: tl.constexpr = 448.0
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(x), largest)
+    normal = size.to(tl.int32, bitcast=True)
+    normal = (normal + 0x7FFFF + ((normal >> 20) & 1) >> 20) - (120 << 3)
+    # below 2^-6 the last place is 2^-9: that of an fp32 number between 2^14 and 2^15
+    small = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """uint8 -> dtype, exactly."""
+    if NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        # the bits of an fp16 number that is 2^-8 of it, smaller ones included
+        wide = x.to(tl.int16)
+        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+
+
+def has_float8() -> bool:
+    """Whether the GPU that Triton compiles for converts e4m3 by itself."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    return triton.runtime.driver.active.get_current_target().arch >= 89
+
+
+@triton.jit
+def last_at_most(ascending, value, count):
+    """The last of ``count`` ascending numbers, the first of them at most ``value``, that is at most ``value``."""
+    low = tl.zeros_like(value)
+    stride = tl.full((), 1, tl.int32)
+    while stride * 2 < count:
+        stride *= 2
+    while stride > 0:
+        at = low + stride
+        there = at < count
+        low = tl.where(there & (tl.load(ascending + at, mask=there, other=0) <= value), at, low)
+        stride //= 2
+    return low

@@ -198,7 +198,7 @@ def test_preempted_requests_replay_their_depths():
     while len(request.depths) < 16:
         engine.step()
     assert request.depths[: len(depths)] == depths
-    lengths = engine.cache.block.lengths.view(2, 3)[request.slot].tolist()
+    lengths = engine.cache.block.pages.lengths.view(2, 3)[request.slot].tolist()
     taken = [*request.depths, request.recursion]
     assert lengths == [sum(depth > r for depth in taken) for r in range(3)]
     assert len(request.depths) == sum(engine.metrics()["depth_histogram"])  # recomputed positions count once
@@ -221,7 +221,7 @@ def test_random_submissions_and_cancellations():
             if event.finish_reason:
                 outcomes.append((work.pop(event.request), engine.collect(event.request)))
         for pool in pools:
-            assert int(pool.free_count) + int(pool.owned.sum()) == pool.num_pages
+            assert int(pool.pages.free_count) + int(pool.pages.owned.sum()) == pool.num_pages
         assert len(engine.running) + len(engine.free_slots) == 5
         ages = [r.id for r in (*engine.running, *engine.waiting)]
         assert ages == sorted(ages)  # pages are taken from the youngest, so the oldest always gets on

@@ -1,7 +1,8 @@
 """Ragged, paged keys/values: append to and lookup of one row a (sequence, recursion).
 
 A cache is (num_pages, page_size, G, d). A row owns a list of pages (its line of the page table) and a length; the token
-at index i of a row lives in flat slot ``page_table[row, i // page_size] * page_size + i % page_size``.
+at index i of a row lives in flat slot ``page_table[row, i // page_size] * page_size + i % page_size``. A cache of
+float8_e4m3fn has a scale a head: what it holds times the scale is the value.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, define, resolve
+from .._dispatch import apply, deferred, define, resolve
+from ..gather import gather
+from ..rope import check_theta, rope
 from . import eager
+
+STORED = (*_checks.FLOATS, torch.float8_e4m3fn)
 
 
 def _like_caches(k, v, k_cache, v_cache, slots):
     return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
-
-
-def _fake_append_backward(d_k_cache, d_v_cache, slots):
-    rows = d_k_cache.new_empty(slots.shape[0], *d_k_cache.shape[2:])
-    return rows, torch.empty_like(rows), d_k_cache.new_empty(d_k_cache.shape), d_v_cache.new_empty(d_v_cache.shape)
 
 
 def _fake_lookup(k_cache, v_cache, page_table, cu_seqlens, total):
@@ -37,29 +37,34 @@ _append = define(
     "kv_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slots, str backend) -> (Tensor, Tensor)",
     fake=_like_caches,
     eager=eager.append,
+    triton=deferred(f"{__name__}.triton", "append"),
 )
 _append_in_place = define(
-    "kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, str backend) -> ()",
-    fake=lambda *_: None,
+    "kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? q, "
+    "Tensor? positions, float theta, Tensor? k_scale, Tensor? v_scale, str backend) -> Tensor",
+    fake=lambda k, v, k_cache, v_cache, slots, q, *_: k.new_empty(0) if q is None else q.new_empty(q.shape),
     eager=eager.append_in_place,
+    triton=deferred(f"{__name__}.triton", "append_in_place"),
 )
 _append_backward = define(
-    "kv_append_backward(Tensor d_k_cache, Tensor d_v_cache, Tensor slots, str backend)"
-    " -> (Tensor d_k, Tensor d_v, Tensor d_k_old, Tensor d_v_old)",
-    fake=_fake_append_backward,
+    "kv_append_backward(Tensor d_k_cache, Tensor d_v_cache, Tensor slots, str backend) -> (Tensor, Tensor)",
+    fake=lambda d_k_cache, d_v_cache, _: tuple(t.new_empty(t.shape) for t in (d_k_cache, d_v_cache)),
     eager=eager.append_backward,
+    triton=deferred(f"{__name__}.triton", "append_backward"),
 )
 _lookup = define(
     "kv_lookup(Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor cu_seqlens, SymInt total, str backend)"
     " -> (Tensor, Tensor)",
     fake=_fake_lookup,
     eager=eager.lookup,
+    triton=deferred(f"{__name__}.triton", "lookup"),
 )
 _lookup_backward = define(
     "kv_lookup_backward(Tensor d_k, Tensor d_v, Tensor page_table, Tensor cu_seqlens, SymInt num_pages, "
     "SymInt page_size, str backend) -> (Tensor, Tensor)",
     fake=_fake_lookup_backward,
     eager=eager.lookup_backward,
+    triton=deferred(f"{__name__}.triton", "lookup_backward"),
 )
 
 
@@ -73,8 +78,12 @@ class _Append(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_k_cache, d_v_cache):
-        d_k, d_v, d_k_cache, d_v_cache = _append_backward(d_k_cache, d_v_cache, *ctx.saved_tensors, ctx.backend)
-        return d_k.to(ctx.dtype), d_v.to(ctx.dtype), d_k_cache, d_v_cache, None, None
+        (slots,) = ctx.saved_tensors
+        new = (gather(t.flatten(0, 1), slots, backend=ctx.backend).to(ctx.dtype) for t in (d_k_cache, d_v_cache))
+        old = (None, None)
+        if any(ctx.needs_input_grad[2:4]):
+            old = _append_backward(d_k_cache, d_v_cache, slots, ctx.backend)
+        return *new, *old, None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -90,16 +99,26 @@ class _Lookup(torch.autograd.Function):
         return (*_lookup_backward(d_k, d_v, *ctx.saved_tensors, *ctx.scalars), *[None] * 4)
 
 
-def _check_caches(op, k_cache, v_cache):
-    _checks.tensor(op, "k_cache", k_cache, ("num_pages", "page_size", "G", "d"))
+def check_caches(op, k_cache, v_cache, k_scale=None, v_scale=None):
+    """Checks of every op that reads or writes caches of 8 bits."""
+    _checks.tensor(op, "k_cache", k_cache, ("num_pages", "page_size", "G", "d"), STORED)
     _checks.tensor(op, "v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), k_cache)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            _checks.tensor(op, name, scale, (k_cache.shape[2],), (torch.float32,), k_cache)
+            if k_cache.dtype != torch.float8_e4m3fn:
+                _checks.fail(op, name, f"None, for caches of {k_cache.dtype}", "a tensor")
 
 
-def _check_append(op, k, v, k_cache, v_cache, slots):
-    _check_caches(op, k_cache, v_cache)
+def _check_append(op, k, v, k_cache, v_cache, slots, positions, theta):
     _checks.tensor(op, "k", k, ("n", *k_cache.shape[2:]), like=k_cache)
     _checks.tensor(op, "v", v, tuple(k.shape), (k.dtype,), k_cache)
     _checks.tensor(op, "slots", slots, (k.shape[0],), (torch.int64,), k_cache)
+    if positions is not None:
+        _checks.tensor(op, "positions", positions, (k.shape[0],), _checks.INTEGERS, k_cache)
+        if k.shape[2] % 2:
+            _checks.fail(op, "k", "an even last dimension, to turn by positions", k.shape[2])
+        check_theta(op, theta)
 
 
 def kv_append(
@@ -109,6 +128,8 @@ def kv_append(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     *,
+    positions: torch.Tensor | None = None,
+    theta: float = 10000.0,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """New caches with the tokens' keys and values in their slots; differentiable, the given caches stay as they are.
@@ -120,12 +141,20 @@ def kv_append(
         k, v: (n, G, d), rounded to the caches' dtype.
         k_cache, v_cache: (num_pages, page_size, G, d); bf16, fp16, fp32 or fp64.
         slots: (n,) int64 flat slots ``page * page_size + offset``, each at most once; -1 writes nowhere.
+        positions: (n,) integers by which the keys are first turned, see :func:`..rope`; None for keys that are as they
+            should be. theta: base of the frequencies.
 
     Returns:
         Two new caches.
     """
-    _check_append("kv_append", k, v, k_cache, v_cache, slots)
-    return apply(_Append, k, v, k_cache, v_cache, slots, resolve("kv_append", backend, k_cache))
+    op = "kv_append"
+    check_caches(op, k_cache, v_cache)
+    if k_cache.dtype == torch.float8_e4m3fn:
+        _checks.fail(op, "k_cache", "a dtype that has gradients (float8 is for kv_append_)", k_cache.dtype)
+    _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
+    if positions is not None:
+        k = rope(k, positions, theta, backend=backend)
+    return apply(_Append, k, v, k_cache, v_cache, slots, resolve(op, backend, k_cache, k))
 
 
 def kv_append_(
@@ -135,17 +164,39 @@ def kv_append_(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     *,
+    positions: torch.Tensor | None = None,
+    theta: float = 10000.0,
+    q: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     backend: str | None = None,
-) -> None:
-    """As :func:`kv_append`, writing into the given caches; for serving, so no gradient.
+) -> torch.Tensor | None:
+    """As :func:`kv_append`, into the given caches and in one launch; for serving, so no gradient.
+
+    Args:
+        k, v, k_cache, v_cache, slots, positions, theta: as in :func:`kv_append`, but the caches may be float8_e4m3fn:
+            numbers beyond 448 scales are written as 448. Any strides.
+        q: (n, H, d) queries of the same tokens, to be turned by ``positions`` in the same launch.
+        k_scale, v_scale: (G,) fp32 scales > 0 of float8 caches; None for 1.
+
+    Returns:
+        The turned queries, of every token; None without q.
 
     Raises:
         RuntimeError: gradients are on and an argument needs one.
     """
-    _check_append("kv_append_", k, v, k_cache, v_cache, slots)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v, k_cache, v_cache)):
+    op = "kv_append_"
+    check_caches(op, k_cache, v_cache, k_scale, v_scale)
+    _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
+    if q is not None:
+        _checks.tensor(op, "q", q, (k.shape[0], "H", k.shape[2]), like=k)
+        if positions is None:
+            _checks.fail(op, "positions", "positions, where q goes", "None")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, k_cache, v_cache)):
         raise RuntimeError("kv_append_: expected no argument that needs a gradient (use kv_append), got one")
-    _append_in_place(k, v, k_cache, v_cache, slots, resolve("kv_append_", backend, k_cache))
+    named = resolve(op, backend, k_cache, k, q)
+    out = _append_in_place(k, v, k_cache, v_cache, slots, q, positions, float(theta), k_scale, v_scale, named)
+    return None if q is None else out
 
 
 def kv_lookup(
@@ -160,7 +211,7 @@ def kv_lookup(
     """The live keys and values of some rows, packed one row after another; differentiable bit-exact copies.
 
     Args:
-        k_cache, v_cache: (num_pages, page_size, G, d).
+        k_cache, v_cache: (num_pages, page_size, G, d); also float8_e4m3fn, without scales and without gradients.
         page_table: (R, max_pages) int32, the pages of each row; entries past a row's length are not read.
         cu_seqlens: (R+1,) int32, from 0, ascending: where each row begins in the result.
         total: rows of the result, at least cu_seqlens[-1]; those past it are zeros.
@@ -169,8 +220,10 @@ def kv_lookup(
         k, v: (total, G, d) each.
     """
     op = "kv_lookup"
-    _check_caches(op, k_cache, v_cache)
+    check_caches(op, k_cache, v_cache)
     _checks.tensor(op, "page_table", page_table, ("R", "max_pages"), (torch.int32,), k_cache)
     _checks.tensor(op, "cu_seqlens", cu_seqlens, (page_table.shape[0] + 1,), (torch.int32,), k_cache)
     _checks.whole(op, "total", total)
+    if k_cache.dtype == torch.float8_e4m3fn:
+        return _lookup(k_cache, v_cache, page_table, cu_seqlens, total, resolve(op, backend, k_cache))
     return apply(_Lookup, k_cache, v_cache, page_table, cu_seqlens, total, resolve(op, backend, k_cache))

@@ -3,12 +3,37 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
+from .._numeric import wide
+
+LARGEST = 448.0  # of e4m3
 
 
-def append_in_place(k, v, k_cache, v_cache, slots, op="kv_append_"):
-    _checks.indices(op, "slots", slots, k_cache.shape[0] * k_cache.shape[1])
+def turned(x, positions, theta):
+    """x (n, heads, d) turned by the positions, in the dtype that angles are computed in; see :mod:`..rope.eager`."""
+    x = x.to(wide(x.dtype))
+    if positions is None:
+        return x
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=x.dtype) / half)
+    angle = (positions[:, None].to(x.dtype) * frequency)[:, None, :]
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def stored(x, dtype, scale):
+    """x (n, G, d) as a cache of ``dtype`` holds it; float8 as its bytes, which PyTorch can index."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    x = x if scale is None else x / scale[:, None]
+    return x.clamp(-LARGEST, LARGEST).to(torch.float32).to(dtype).view(torch.uint8)
+
+
+def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale, v_scale):
+    _checks.indices("kv_append_", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
+    out_q = k.new_empty(0) if q is None else turned(q, positions, theta).to(q.dtype)
     if 0 in (slots.shape[0], k_cache.shape[0] * k_cache.shape[1]):
-        return
+        return out_q
     # A lane of padding repeats the write of the first real lane (or, without any, of slot 0 itself): the same value to
     # the same place, so nothing else is touched and nothing waits for the device.
     page_size = k_cache.shape[1]
@@ -17,31 +42,32 @@ def append_in_place(k, v, k_cache, v_cache, slots, op="kv_append_"):
     home = slots[first].clamp(min=0)
     slot = torch.where(real, slots, home)
     page, offset = slot // page_size, slot % page_size
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        new = new.to(cache.dtype)
+    for new, cache, scale in ((turned(k, positions, theta), k_cache, k_scale), (v, v_cache, v_scale)):
+        new = stored(new, cache.dtype, scale)
+        cache = cache.view(new.dtype)
         spare = torch.where(real[first, None, None], new[first], cache[home // page_size, home % page_size])
         cache.index_put_((page, offset), torch.where(real[:, None, None], new, spare))
+    return out_q
 
 
 def append(k, v, k_cache, v_cache, slots):
+    _checks.indices("kv_append", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
     k_cache, v_cache = (t.clone(memory_format=torch.contiguous_format) for t in (k_cache, v_cache))
-    append_in_place(k, v, k_cache, v_cache, slots, "kv_append")
+    append_in_place(k, v, k_cache, v_cache, slots, None, None, 1.0, None, None)
     return k_cache, v_cache
 
 
 def append_backward(d_k_cache, d_v_cache, slots):
-    real = (slots >= 0)[:, None, None]
+    """Gradients of the old caches: zeros at the slots."""
     slots = torch.where(slots >= 0, slots, d_k_cache.shape[0] * d_k_cache.shape[1])
     gradients = []
     for d_cache in (d_k_cache, d_v_cache):
         num_pages, page_size, *rest = d_cache.shape
         d_old = d_cache.new_empty(num_pages * page_size + 1, *rest)  # the last slot takes what -1 brings
         d_old[:-1] = d_cache.reshape(-1, *rest)
-        gradients.append(torch.where(real, d_old[slots], 0))
         d_old[slots] = 0
         gradients.append(d_old[:-1].view(num_pages, page_size, *rest).clone())
-    d_k, d_k_old, d_v, d_v_old = gradients
-    return d_k, d_v, d_k_old, d_v_old
+    return tuple(gradients)
 
 
 def _flat_slots(page_table, cu_seqlens, total, page_size):
@@ -74,11 +100,14 @@ def _check_table(page_table, cu_seqlens, total, num_pages, page_size):
 def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     num_pages, page_size, *rest = k_cache.shape
     _check_table(page_table, cu_seqlens, total, num_pages, page_size)
+    dtype = k_cache.dtype
+    if dtype == torch.float8_e4m3fn:  # PyTorch indexes bytes, not float8
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     if 0 in (*page_table.shape, num_pages * page_size, total):
-        return k_cache.new_zeros(total, *rest), v_cache.new_zeros(total, *rest)
+        return tuple(t.new_zeros(total, *rest).view(dtype) for t in (k_cache, v_cache))
     slot, live = _flat_slots(page_table, cu_seqlens, total, page_size)
     page, offset = slot // page_size, slot % page_size
-    return tuple(torch.where(live, cache[page, offset], 0) for cache in (k_cache, v_cache))
+    return tuple(torch.where(live, cache[page, offset], 0).view(dtype) for cache in (k_cache, v_cache))
 
 
 def lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size):

@@ -38,6 +38,11 @@ class _Rope(torch.autograd.Function):
         return out_q, None if d_k is None else out_k, None, None, None
 
 
+def check_theta(op: str, theta: float) -> None:
+    if not 0 < theta < math.inf:
+        _checks.fail(op, "theta", "a finite number > 0", theta)
+
+
 def rope(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     positions: torch.Tensor,
@@ -74,6 +79,5 @@ def rope(
         if k.dtype != q.dtype:
             _checks.fail(op, "k", f"the dtype of q, {q.dtype}", k.dtype)
     _checks.tensor(op, "positions", positions, lead, INTEGERS, q)
-    if not 0 < theta < math.inf:
-        _checks.fail(op, "theta", "a finite number > 0", theta)
+    check_theta(op, theta)
     return apply(_Rope, q, k, positions, float(theta), resolve(op, backend, q))

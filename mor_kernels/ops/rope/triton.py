@@ -5,53 +5,18 @@
 
 A program holds the cosines and sines of a tile of tokens and goes through some of the heads, of the queries and then of
 the keys; few tokens have their heads spread over more programs.
-
-An fp32 angle at position 2^20 would be off by 0.06 radians, and CUDA's sine of a large angle needs a table in local
-memory. So angles are counted in turns, as 64-bit fractions of one: with f = 2^64 theta^(-i / half) / 2 pi, rounded, the
-product position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns. Its distance to the
-nearest quarter of a turn goes through polynomials in fp32 (Cephes, Moshier 1992), and the quarter swaps and signs them.
 """
 
 from __future__ import annotations
-
-import ctypes
-import math
 
 import torch
 import triton
 import triton.language as tl
 
-TURNS_PER_RADIAN = tl.constexpr(1 / (2 * math.pi))
-RADIANS = tl.constexpr(2 * math.pi / 2**64)  # in a 64-bit fraction of a turn
+from .._triton import cos_sin, frequencies, step_of
+
 BYTES = 2048  # of each half of a head, in a tile: 16 a thread
 PROGRAMS = 2048  # enough to fill a GPU
-
-
-@triton.jit
-def _frequencies(step_high, step_low, BITS: tl.constexpr):
-    """theta^(-i / half) in 64-bit fractions of a turn, less whole turns. The step theta^(-1 / half) comes as the sum of
-    two fp32, since Triton passes no fp64; float64 exponentiation by squaring keeps its 48 bits."""
-    i = tl.arange(0, 2**BITS)
-    turns = tl.full((2**BITS,), TURNS_PER_RADIAN, tl.float64)
-    power = tl.full((2**BITS,), step_high, tl.float64) + tl.full((2**BITS,), step_low, tl.float64)
-    for bit in tl.static_range(BITS):
-        turns = tl.where((i >> bit) & 1 == 1, turns * power, turns)
-        power *= power
-    return ((turns - tl.floor(turns + 0.5)) * 18446744073709551616.0).to(tl.int64)
-
-
-@triton.jit
-def _cos_sin(turn):
-    """Cosine and sine of a 64-bit fraction of a turn."""
-    quarter = ((turn >> 61) + 1) >> 1  # the nearest, -2..2
-    x = (turn - (quarter << 62)).to(tl.float32) * RADIANS  # at most pi / 4
-    quarter = quarter.to(tl.int32)
-    y = x * x
-    sin = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
-    cos = 1.0 - 0.5 * y + y * y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5))
-    odd = (quarter & 1) == 1
-    cos, sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
-    return tl.where(((quarter + 1) & 2) == 2, -cos, cos), tl.where((quarter & 2) == 2, -sin, sin)
 
 
 @triton.jit
@@ -82,7 +47,7 @@ def _rope(
     i = tl.arange(0, 2**BITS)
     inside = token < tokens
     position = tl.load(positions + b * p_b + n * p_n, mask=inside, other=0).to(tl.int64) * direction
-    cos, sin = _cos_sin(position[:, None] * _frequencies(step_high, step_low, BITS)[None, :])
+    cos, sin = cos_sin(position[:, None] * frequencies(step_high, step_low, BITS)[None, :])
     mask = inside[:, None] & (i < HALF)[None, :]
     first = program % shares * share
     last = tl.minimum(first + share, q_heads + k_heads)
@@ -112,10 +77,8 @@ def rope(q, k, positions, theta, inverse):
         tiles = triton.cdiv(batch * length, tile)
         share = triton.cdiv(q_heads + k_heads, min(triton.cdiv(PROGRAMS, tiles), q_heads + k_heads))
         shares = triton.cdiv(q_heads + k_heads, share)
-        step = theta ** (-1 / half)
-        high = ctypes.c_float(step).value
         _rope[(tiles * shares,)](
-            q, k, positions, out_q, None if k is None else out_k, high, step - high, -1 if inverse else 1,
+            q, k, positions, out_q, None if k is None else out_k, *step_of(theta, half), -1 if inverse else 1,
             batch * length, length, share, shares, q_heads, k_heads,
             *positions.stride(), *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]),
             HALF=half, BITS=bits, TOKENS=tile, num_warps=4,

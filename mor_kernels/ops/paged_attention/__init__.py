@@ -1,0 +1,99 @@
+"""Attention over ragged, paged keys/values: what decoding asks of a cache (paper, section "KV Caching Strategies").
+
+Each lane of the batch has some queries and reads one row of the page table. Recursion-wise caching reads the row of the
+lane's own recursion; recursive sharing reads the first recursion's, with absolute positions; the hybrid strategy reads
+a page table with a page a token, whose entries say for each position where the keys that count for it stand.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _checks
+from .._dispatch import deferred, define, resolve
+from ..kv import check_caches
+from . import eager
+
+_op = define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor? rows, "
+    "Tensor? cu_seqlens_q, Tensor? q_positions, Tensor? k_scale, Tensor? v_scale, float scale, str backend) -> Tensor",
+    fake=lambda q, *_: q.new_empty(q.shape),
+    eager=eager.paged_attention,
+    triton=deferred(f"{__name__}.triton", "paged_attention"),
+)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    k_lens: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_positions: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Attention of a few queries a lane over the lane's row of a paged cache; for serving, so no gradient.
+
+    Rows of any lengths share a call: long ones are split among programs, and how is worked out on the device, so that
+    a CUDA graph replays right whatever the lengths have become. Any number of queries is right; a kernel for many
+    queries a lane (a whole prompt) is :func:`..attention_varlen`.
+
+    Args:
+        q: (n, H, d) queries, one lane after another; bf16, fp16, fp32 or fp64; any strides. Softmax and sums are in
+            fp32 (fp64 for fp64), whatever a row's length.
+        k_cache, v_cache: (num_pages, page_size, G, d), of q's dtype, or of one that fits into it: float8_e4m3fn, and
+            16 bits for q of 32. H a multiple of G; query head h uses head h // (H/G).
+        page_table: (rows, max_pages) int32; entries past a row's length are not read.
+        k_lens: (R,) int32 keys that each lane may see, those of its own queries included; 0 is welcome.
+        rows: (R,) int64 line of the page table that each lane reads, -1 for a lane of padding. Default: its own index.
+        cu_seqlens_q: (R+1,) int32, from 0, ascending: where each lane's queries begin. Default: one query a lane.
+        q_positions: (n,) integers, the index among its lane's keys of the last one that a query sees. Default: the
+            queries are the lane's newest tokens, in order.
+        k_scale, v_scale: (G,) fp32 scales of float8 caches; None for 1.
+        softmax_scale: default d ** -0.5.
+
+    Returns:
+        (n, H, d), dtype of q; zeros where a query sees nothing, and for queries of padding.
+
+    Raises:
+        RuntimeError: gradients are on and an argument needs one.
+    """
+    op = "paged_attention"
+    check_caches(op, k_cache, v_cache, k_scale, v_scale)
+    _checks.tensor(op, "q", q, ("n", "H", k_cache.shape[3]), like=k_cache)
+    heads, width = q.shape[1:]
+    groups = k_cache.shape[2]
+    if width == 0:
+        _checks.fail(op, "q", "a head width of at least 1", 0)
+    if groups == 0 or heads % groups:
+        _checks.fail(op, "k_cache", f"a number of heads that divides the {heads} query heads", groups)
+    if torch.promote_types(q.dtype, _kept(k_cache.dtype, q.dtype)) != q.dtype:
+        _checks.fail(op, "k_cache", f"the dtype of q, {q.dtype}, or one that fits into it", k_cache.dtype)
+    _checks.tensor(op, "page_table", page_table, ("rows", "max_pages"), (torch.int32,), q)
+    lanes = (page_table if rows is None else k_lens).shape[0]
+    _checks.tensor(op, "k_lens", k_lens, (lanes,), (torch.int32,), q)
+    if rows is not None:
+        _checks.tensor(op, "rows", rows, (lanes,), (torch.int64,), q)
+    if cu_seqlens_q is None:
+        if q.shape[0] != lanes:
+            _checks.fail(op, "q", f"a query a lane, {lanes}, without cu_seqlens_q", q.shape[0])
+    else:
+        _checks.tensor(op, "cu_seqlens_q", cu_seqlens_q, (lanes + 1,), (torch.int32,), q)
+    if q_positions is not None:
+        _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache)):
+        raise RuntimeError(f"{op}: expected no argument that needs a gradient (use kv_lookup and attention_varlen)")
+    scale = width**-0.5 if softmax_scale is None else float(softmax_scale)
+    named = resolve(op, backend, q, k_cache)
+    return _op(q, k_cache, v_cache, page_table, k_lens, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale, named)
+
+
+def _kept(dtype: torch.dtype, like: torch.dtype) -> torch.dtype:
+    """float8 fits into every other dtype; PyTorch promotes it to none."""
+    return like if dtype == torch.float8_e4m3fn else dtype
