@@ -377,6 +377,43 @@ def kv_lookup(
     return k, v
 
 
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    k_lens: Tensor,
+    *,
+    rows: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Queries of R lanes, each over the first k_lens[lane] tokens of one row of a paged cache -> (n, H, d).
+
+    q (n, H, d); lane i has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] (by default query i), and reads row
+    rows[i] (by default i; -1: none). A query sees the keys up to its position, by default those up to its own token,
+    the lane's queries being its newest tokens. Queries that see nothing, or belong to no lane, give zeros.
+    """
+    page_size, scale = k_cache.shape[1], q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    bounds = list(range(len(k_lens) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    for lane, length in enumerate(k_lens.tolist()):
+        row = lane if rows is None else int(rows[lane])
+        if row < 0:
+            continue
+        places = [divmod(i, page_size) for i in range(length)]
+        k, v = (
+            torch.stack([cache[int(page_table[row, p]), o] for p, o in places]) if places else cache[:0, 0]
+            for cache in (k_cache, v_cache)
+        )
+        for i in range(bounds[lane], bounds[lane + 1]):
+            position = length - bounds[lane + 1] + i if q_positions is None else int(q_positions[i])
+            seen = min(max(position + 1, 0), length)
+            out[i] = attend(q[i], k[:seen], v[:seen], scale)[0].to(q.dtype)
+    return out
+
+
 def mean_of(terms: list[Tensor], like: Tensor) -> Tensor:
     """The mean of scalar terms, 0 in the wide type of ``like`` if there are none."""
     return torch.stack(terms).mean() if terms else widen(like).new_zeros(())

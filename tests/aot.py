@@ -58,7 +58,8 @@ SPILLS = {
 }
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1", torch.uint8: "u8"}
+SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1"}
+SHORT[torch.uint8] = "u8"
 
 # (width, dtype) of hidden states; ROUTED: of routing, which takes longest to compile, fewer.
 STREAMS = [(width, BF16) for width in (64, 576, 960, 1001, 1536, 2048, 4096, 10000)]

@@ -23,7 +23,7 @@ from .losses import (
     z_loss,
 )
 from .pack import Depths, Packed, choose_depths, pack_depths
-from .paged_attention import paged_attention
+from .paged_attention import attention_schedule, paged_attention
 from .pages import Pages, Taken, commit_, free_pages_, take_pages_
 from .rope import rope
 from .route import Routed, route
@@ -36,6 +36,7 @@ __all__ = [
     "Routed",
     "Taken",
     "attention",
+    "attention_schedule",
     "attention_varlen",
     "aux_loss",
     "balance_loss",

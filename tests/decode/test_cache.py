@@ -400,14 +400,14 @@ def test_a_graph_replays_over_pages_and_lanes(kv, base):
     def steps():
         """What one tick of lanes at different recursions computes, by sequence; a list for each of 40 ticks."""
         rng = random.Random(1)
-        at = [(0, 0)] * sequences  # position, recursion
+        at = [(0, 0)] * sequences  # recursion, position
         for tick in range(40):
             lanes = range(sequences) if tick < 25 else [1, 4, 6]
             yield [(s, *at[s]) for s in lanes]
             for s in lanes:
-                position, recursion = at[s]
+                recursion, position = at[s]
                 on = recursion + 1 < depth and rng.random() < 0.6
-                at[s] = (position, recursion + 1) if on else (position + 1, 0)
+                at[s] = (recursion + 1, position) if on else (0, position + 1)
 
     inputs = [torch.randn(3, sequences, 4, D, generator=g).cuda() for _ in range(40)]
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
+from mor_kernels.ops import _dispatch
 from reference import ops as reference
 from tests import strategies as s
+
+FP8 = torch.float8_e4m3fn
 
 
 @s.targets("kv_append")
 @given(pages=st.integers(1, 4), page_size=st.integers(1, 5), n=s.sizes_or_none, seed=s.seeds, dtype=s.dtypes,
        cache_dtype=s.dtypes, strided=st.booleans())  # fmt: skip
 def test_append(device, backend, pages, page_size, n, seed, dtype, cache_dtype, strided):
+    s.assume_served(device, backend, dtype)
+    s.assume_served(device, backend, cache_dtype)
     generator = torch.Generator().manual_seed(seed)
     n = min(n, pages * page_size)
     slots = torch.randperm(pages * page_size, generator=generator)[:n]
@@ -47,6 +53,7 @@ def test_append(device, backend, pages, page_size, n, seed, dtype, cache_dtype, 
 @given(rows=st.integers(0, 4), max_pages=st.integers(0, 3), page_size=st.integers(1, 4), slack=st.integers(0, 3),
        seed=s.seeds, dtype=s.dtypes)  # fmt: skip
 def test_lookup(device, backend, rows, max_pages, page_size, slack, seed, dtype):
+    s.assume_served(device, backend, dtype)
     lens = s.lengths(rows, max_pages * page_size, seed)
     pool = rows * max_pages + 2
     table = torch.randperm(pool, generator=torch.Generator().manual_seed(seed))[: rows * max_pages]
@@ -67,49 +74,157 @@ def test_lookup(device, backend, rows, max_pages, page_size, slack, seed, dtype)
         assert torch.equal(gradient.cpu(), (~cache.isnan()).to(dtype))
 
 
-def test_page_boundary():
+@s.targets("kv_append_")
+@given(
+    n=s.sizes_or_none, heads=st.integers(1, 3), half=st.integers(1, 5), groups=st.integers(1, 3), seed=s.seeds,
+    dtype=s.dtypes, stored=st.sampled_from([*s.DTYPES, FP8]), scaled=st.booleans(), strided=st.booleans(),
+)  # fmt: skip
+def test_append_turns_keys_and_queries(device, backend, n, heads, half, groups, seed, dtype, stored, scaled, strided):
+    """Into caches of any strides, whose other elements stay as they were to the bit."""
+    for each in (dtype, stored):
+        s.assume_served(device, backend, each)
+    pages, page_size = 3, 4
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(pages * page_size, generator=generator)[:n]
+    slots = torch.where(torch.rand(n, generator=generator) < 0.3, -1, slots)
+    positions = torch.randint(0, 3000, (n,), generator=generator)
+    q, k, v = (
+        s.normal((n, h, 2 * half), seed + i, dtype, strided) for i, h in enumerate([heads * groups, heads, heads])
+    )
+    caches = [s.normal((pages, page_size, heads, 2 * half), seed + i, torch.float32, strided) for i in (3, 4)]
+    caches = [c.to(stored) for c in caches]
+    scales = {}
+    if stored == FP8 and scaled:
+        scales = {name: torch.rand(heads, generator=generator) + 0.1 for name in ("k_scale", "v_scale")}
+    want_q, want_k = (reference.rope(t.double(), positions) for t in (q, k))
+    on_device = [c.to(device) for c in caches]
+    got = ops.kv_append_(
+        *(t.to(device) for t in (k, v)), *on_device, slots.to(device), positions=positions.to(device),
+        q=q.to(device), backend=backend, **{name: t.to(device) for name, t in scales.items()},
+    )  # fmt: skip
+    # eager computes angles in fp32: up to 2 ** -23 of 3000 radians
+    s.assert_close(got, want_q, dtype, 0.5, "q", slack=4e-4 if backend == "eager" and dtype != torch.float64 else 1e-6)
+    for name, want, cache, before in zip("kv", (want_k, v.double()), on_device, caches):
+        cache = cache.cpu().flatten(0, 1)
+        written = slots[slots >= 0]
+        others = torch.ones(pages * page_size, dtype=torch.bool)
+        others[written] = False
+        assert torch.equal(bits(cache[others.nonzero()[:, 0]]), bits(before.flatten(0, 1)[others.nonzero()[:, 0]]))
+        if stored != FP8:
+            slack = (4e-4 if backend == "eager" and dtype != torch.float64 else 1e-6) if name == "k" else 0.0
+            s.assert_close(cache[written], want[slots >= 0], stored, 0.5, name, slack=slack)
+            continue
+        scale = scales.get(f"{name}_scale", torch.ones(heads))[:, None].double()
+        scaled_want, got_new = want[slots >= 0] / scale, cache.double()[written]
+        # half a place of 3 bits of mantissa, or of the smallest numbers; 448 at the most
+        allowed = torch.maximum(scaled_want.abs() * 2**-4, torch.tensor(2.0**-10)) * 1.01 + 4e-4 / scale
+        assert ((got_new - scaled_want.clamp(-448, 448)).abs() <= allowed).all()
+
+
+@s.targets("kv_append_")
+def test_float8_is_rounded_as_pytorch_does(device, backend):
+    """Every number of 8 bits, what lies between them, zeros, the largest, what is larger, and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    finite = codes[~codes.isnan()].sort().values
+    between = (finite[1:] + finite[:-1]) / 2
+    extremes = torch.tensor([1e4, -1e4, 448.1, 464.0, 1e-30, -1e-30, torch.inf, -torch.inf])
+    x = torch.cat((finite, between, between * 1.001, between * 0.999, extremes))
+    x = torch.cat((x, torch.full((len(x) % 2 + 2,), torch.nan)))[:, None, None]
+    cache = torch.zeros(len(x), 1, 1, 1, dtype=FP8, device=device)
+    other = cache.clone()
+    ops.kv_append_(x.to(device), -x.to(device), cache, other, torch.arange(len(x), device=device), backend=backend)
+    for got, sign in ((cache, 1), (other, -1)):
+        want = (sign * x).clamp(-448, 448).to(FP8)[:, None].float()
+        assert torch.equal(got.cpu().float().nan_to_num(nan=1e6), want.nan_to_num(nan=1e6))
+
+
+@s.targets("kv_lookup")
+def test_rows_that_share_pages_add_up_their_gradients(device, backend):
+    table = torch.tensor([[2, 0], [2, 1], [2, 0], [0, 2]], dtype=torch.int32, device=device)
+    cu = torch.tensor([0, 6, 9, 13, 13], dtype=torch.int32, device=device)
+    caches = [s.normal((3, 4, 2, 3), i, torch.float32).to(device).requires_grad_() for i in (0, 1)]
+    got = ops.kv_lookup(*caches, table, cu, 14, backend=backend)
+    upstream = [s.normal((14, 2, 3), i, torch.float32).to(device) for i in (2, 3)]
+    gradients = torch.autograd.grad(got, caches, upstream)
+    for gradient, up in zip(gradients, upstream):
+        want = torch.zeros(3, 4, 2, 3, device=device)
+        for row, pages in enumerate(table.tolist()):
+            for i, t in enumerate(range(cu[row], cu[row + 1])):
+                want[pages[i // 4], i % 4] += up[t]
+        torch.testing.assert_close(gradient, want, rtol=1e-6, atol=1e-6)
+
+
+def test_turned_append_has_gradients():
+    k, v, *caches = (s.normal(n, i).requires_grad_() for i, n in enumerate([(3, 2, 4)] * 2 + [(2, 4, 2, 4)] * 2))
+    slots, positions = torch.tensor([7, -1, 2]), torch.tensor([5, 0, 9])
+    assert torch.autograd.gradcheck(lambda *t: ops.kv_append(*t, slots, positions=positions), (k, v, *caches))
+    want = reference.kv_append(reference.rope(k, positions), v, *caches, slots)
+    got = ops.kv_append(k, v, *caches, slots, positions=positions)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def bits(t):
+    """What NaN compares equal in."""
+    return t.contiguous().view(torch.uint8)
+
+
+@pytest.fixture
+def used(device, backend, monkeypatch):
+    """The device, with a backend for everything that is called."""
+    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    return device
+
+
+every_backend = s.targets("kv_lookup")
+
+
+@every_backend
+def test_page_boundary(used):
     """Length 15 -> 16 -> 17 with pages of 16 and a foreign page full of 1e4 between."""
-    k_cache = torch.full((3, 16, 1, 2), 1e4)
-    table = torch.tensor([[0, 2]], dtype=torch.int32)
-    tokens = s.normal((17, 1, 2), 0, torch.float32)
+    k_cache = torch.full((3, 16, 1, 2), 1e4, device=used)
+    table = torch.tensor([[0, 2]], dtype=torch.int32, device=used)
+    tokens = s.normal((17, 1, 2), 0, torch.float32).to(used)
     for length in range(1, 18):
         t = length - 1
         slot = table[0, t // 16].long() * 16 + t % 16
         ops.kv_append_(tokens[t : t + 1], tokens[t : t + 1], k_cache, k_cache, slot[None])
-        k, _ = ops.kv_lookup(k_cache, k_cache, table, torch.tensor([0, length], dtype=torch.int32), length)
+        k, _ = ops.kv_lookup(k_cache, k_cache, table, torch.tensor([0, length], dtype=torch.int32, device=used), length)
         assert torch.equal(k, tokens[:length])
     assert (k_cache[1] == 1e4).all()
 
 
-def test_padding_lanes_write_nowhere():
+@every_backend
+def test_padding_lanes_write_nowhere(used):
     """Slots [0, -1, 2], and -1 alone: the canary in the last slot survives, and so does every other byte."""
     for slots in ([0, -1, 2], [-1, 0, 2], [-1, -1, -1]):
-        cache = torch.full((1, 4, 1, 2), 7.0)
-        new = s.normal((3, 1, 2), 0, torch.float32)
-        ops.kv_append_(new, new, cache, cache, torch.tensor(slots))
+        cache = torch.full((1, 4, 1, 2), 7.0, device=used)
+        new = s.normal((3, 1, 2), 0, torch.float32).to(used)
+        ops.kv_append_(new, new, cache, cache, torch.tensor(slots, device=used))
         for slot in range(4):
-            want = new[slots.index(slot)] if slot in slots else torch.full((1, 2), 7.0)
+            want = new[slots.index(slot)] if slot in slots else torch.full((1, 2), 7.0, device=used)
             assert torch.equal(cache[0, slot], want)
 
 
-def test_decode_after_prefill_leaves_old_bytes():
+@every_backend
+def test_decode_after_prefill_leaves_old_bytes(used):
     """Prefill 6, decode 1, two recursions: old bytes stay, and a row holds the keys of its own recursion only."""
-    cache = torch.full((4, 4, 1, 2), torch.nan)
-    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)  # recursion 1, recursion 2
-    prefill, token = s.normal((6, 1, 2), 0, torch.float32), s.normal((1, 1, 2), 1, torch.float32)
-    ops.kv_append_(prefill, prefill, cache, cache, torch.arange(6))
+    cache = torch.full((4, 4, 1, 2), torch.nan, device=used)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=used)  # recursion 1, recursion 2
+    prefill, token = (s.normal((n, 1, 2), n, torch.float32).to(used) for n in (6, 1))
+    ops.kv_append_(prefill, prefill, cache, cache, torch.arange(6, device=used))
     before = cache.clone()
-    ops.kv_append_(token, token, cache, cache, torch.tensor([6]))
+    ops.kv_append_(token, token, cache, cache, torch.tensor([6], device=used))
     changed = (cache.view(torch.int32) != before.view(torch.int32)).any(-1)[..., 0].flatten()
     assert changed.nonzero().flatten().tolist() == [6]
-    k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 7, 7], dtype=torch.int32), 7)
+    k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 7, 7], dtype=torch.int32, device=used), 7)
     assert torch.equal(k, torch.cat((prefill, token)))
 
 
-def test_empty_row_beside_a_live_one_and_no_rows():
-    cache = s.normal((2, 2, 1, 2), 0, torch.float32)
-    table = torch.tensor([[1], [0]], dtype=torch.int32)
-    k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 0, 1], dtype=torch.int32), 1)
+@every_backend
+def test_empty_row_beside_a_live_one_and_no_rows(used):
+    cache = s.normal((2, 2, 1, 2), 0, torch.float32).to(used)
+    table = torch.tensor([[1], [0]], dtype=torch.int32, device=used)
+    k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 0, 1], dtype=torch.int32, device=used), 1)
     assert torch.equal(k, cache[0, :1])
-    k, _ = ops.kv_lookup(cache, cache, table[:0], torch.zeros(1, dtype=torch.int32), 0)
+    k, _ = ops.kv_lookup(cache, cache, table[:0], torch.zeros(1, dtype=torch.int32, device=used), 0)
     assert k.shape == (0, 1, 2)

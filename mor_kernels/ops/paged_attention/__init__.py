@@ -13,14 +13,72 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from ..kv import check_caches
 from . import eager
+from ._schedule import FIELDS, most_parts
 
+
+def _empty_schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
+    return k_lens.new_empty(most_parts(k_lens.shape[0], groups, queries, cu_seqlens_q) * (FIELDS + groups))
+
+
+_schedule = define(
+    "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, Tensor? rows, Tensor? cu_seqlens_q, "
+    "str backend) -> Tensor",
+    fake=_empty_schedule,
+    eager=lambda *arguments: _empty_schedule(*arguments).zero_(),
+    triton=deferred(f"{__name__}.triton", "schedule"),
+)
 _op = define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor? rows, "
-    "Tensor? cu_seqlens_q, Tensor? q_positions, Tensor? k_scale, Tensor? v_scale, float scale, str backend) -> Tensor",
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor(a!) schedule, "
+    "Tensor? rows, Tensor? cu_seqlens_q, Tensor? q_positions, Tensor? k_scale, Tensor? v_scale, float scale, "
+    "str backend) -> Tensor",
     fake=lambda q, *_: q.new_empty(q.shape),
     eager=eager.paged_attention,
     triton=deferred(f"{__name__}.triton", "paged_attention"),
 )
+
+
+def attention_schedule(
+    k_lens: torch.Tensor,
+    heads: int,
+    groups: int,
+    queries: int,
+    *,
+    rows: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """How :func:`paged_attention` splits its lanes, worked out once for all layers that share the lengths; on the
+    device, so that a CUDA graph replays right whatever the lengths have become.
+
+    Args:
+        k_lens, rows, cu_seqlens_q, backend: as in :func:`paged_attention`.
+        heads, groups: query heads H and key/value heads G.
+        queries: n, with those of padding.
+
+    Returns:
+        int32, for calls with these arguments on one stream, which use it to count.
+    """
+    op = "attention_schedule"
+    _checks.tensor(op, "k_lens", k_lens, ("R",), (torch.int32,))
+    for name, number in (("heads", heads), ("groups", groups)):
+        _checks.whole(op, name, number, 1)
+    if heads % groups:
+        _checks.fail(op, "groups", f"a number that divides the {heads} query heads", groups)
+    _checks.whole(op, "queries", queries)
+    _check_lanes(op, k_lens, queries, rows, cu_seqlens_q)
+    return _schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q, resolve(op, backend, k_lens))
+
+
+def _check_lanes(op, k_lens, queries, rows, cu_seqlens_q):
+    lanes = k_lens.shape[0]
+    if rows is not None:
+        _checks.tensor(op, "rows", rows, (lanes,), (torch.int64,), k_lens)
+    if cu_seqlens_q is not None:
+        _checks.tensor(op, "cu_seqlens_q", cu_seqlens_q, (lanes + 1,), (torch.int32,), k_lens)
+    elif queries != lanes:
+        _checks.fail(
+            op, "cu_seqlens_q", f"where the queries of each lane begin, for {queries} of {lanes} lanes", "None"
+        )
 
 
 def paged_attention(
@@ -30,6 +88,7 @@ def paged_attention(
     page_table: torch.Tensor,
     k_lens: torch.Tensor,
     *,
+    schedule: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     q_positions: torch.Tensor | None = None,
@@ -40,9 +99,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of a few queries a lane over the lane's row of a paged cache; for serving, so no gradient.
 
-    Rows of any lengths share a call: long ones are split among programs, and how is worked out on the device, so that
-    a CUDA graph replays right whatever the lengths have become. Any number of queries is right; a kernel for many
-    queries a lane (a whole prompt) is :func:`..attention_varlen`.
+    Rows of any lengths share a call: long ones are split among programs. Any number of queries is right; a kernel for
+    many queries a lane (a whole prompt) is :func:`..attention_varlen`.
 
     Args:
         q: (n, H, d) queries, one lane after another; bf16, fp16, fp32 or fp64; any strides. Softmax and sums are in
@@ -51,6 +109,8 @@ def paged_attention(
             16 bits for q of 32. H a multiple of G; query head h uses head h // (H/G).
         page_table: (rows, max_pages) int32; entries past a row's length are not read.
         k_lens: (R,) int32 keys that each lane may see, those of its own queries included; 0 is welcome.
+        schedule: of :func:`attention_schedule`, for the same lengths, rows and queries. Default: made anew, which is a
+            launch more.
         rows: (R,) int64 line of the page table that each lane reads, -1 for a lane of padding. Default: its own index.
         cu_seqlens_q: (R+1,) int32, from 0, ascending: where each lane's queries begin. Default: one query a lane.
         q_positions: (n,) integers, the index among its lane's keys of the last one that a query sees. Default: the
@@ -78,20 +138,20 @@ def paged_attention(
     _checks.tensor(op, "page_table", page_table, ("rows", "max_pages"), (torch.int32,), q)
     lanes = (page_table if rows is None else k_lens).shape[0]
     _checks.tensor(op, "k_lens", k_lens, (lanes,), (torch.int32,), q)
-    if rows is not None:
-        _checks.tensor(op, "rows", rows, (lanes,), (torch.int64,), q)
-    if cu_seqlens_q is None:
-        if q.shape[0] != lanes:
-            _checks.fail(op, "q", f"a query a lane, {lanes}, without cu_seqlens_q", q.shape[0])
-    else:
-        _checks.tensor(op, "cu_seqlens_q", cu_seqlens_q, (lanes + 1,), (torch.int32,), q)
+    _check_lanes(op, k_lens, q.shape[0], rows, cu_seqlens_q)
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache)):
         raise RuntimeError(f"{op}: expected no argument that needs a gradient (use kv_lookup and attention_varlen)")
     scale = width**-0.5 if softmax_scale is None else float(softmax_scale)
     named = resolve(op, backend, q, k_cache)
-    return _op(q, k_cache, v_cache, page_table, k_lens, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale, named)
+    if schedule is None:
+        schedule = _schedule(k_lens, heads, groups, q.shape[0], rows, cu_seqlens_q, named)
+    else:
+        size = most_parts(lanes, groups, q.shape[0], cu_seqlens_q) * (FIELDS + groups)
+        _checks.tensor(op, "schedule", schedule, (size,), (torch.int32,), q)
+    lengths = k_lens, schedule, rows, cu_seqlens_q
+    return _op(q, k_cache, v_cache, page_table, *lengths, q_positions, k_scale, v_scale, scale, named)
 
 
 def _kept(dtype: torch.dtype, like: torch.dtype) -> torch.dtype:

@@ -23,7 +23,9 @@ def _check(q, k_cache, page_table, k_lens, rows, cu_seqlens_q):
         _checks.offsets(op, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
 
 
-def paged_attention(q, k_cache, v_cache, page_table, k_lens, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale):
+def paged_attention(
+    q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale
+):
     _check(q, k_cache, page_table, k_lens, rows, cu_seqlens_q)
     n, lanes, device = q.shape[0], k_lens.shape[0], q.device
     if 0 in (n, lanes, *page_table.shape):

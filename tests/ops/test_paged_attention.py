@@ -1,0 +1,190 @@
+"""Attention over paged keys/values against the reference, on a pool that is NaN wherever nothing was written."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mor_kernels import ops
+from reference import ops as reference
+from tests import strategies as s
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def much_split(device, backend, monkeypatch):
+    """Rows are split among programs from 33 keys on."""
+    if backend == "triton":
+        module = importlib.import_module("mor_kernels.ops.paged_attention.triton")
+        monkeypatch.setattr(module, "LEAST_KEYS", 32)
+        monkeypatch.setattr(module, "UNIT", 32)
+    return device
+
+
+def pool(lens, page_size, heads, width, seed, dtype, max_pages=None):
+    """Caches with tokens for rows of these lengths, NaN elsewhere; and their page table, whose other entries are none.
+    Float8 caches come with their scales."""
+    rows, need = len(lens), [-(-n // page_size) for n in lens.tolist()]
+    max_pages = max([1, *need]) + 1 if max_pages is None else max_pages
+    pages = torch.randperm(sum(need) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((rows, max_pages), 2**31 - 1, dtype=torch.int32)
+    caches = [torch.full((len(pages), page_size, heads, width), torch.nan, dtype=torch.float64) for _ in "kv"]
+    for row, count in enumerate(need):
+        for i in range(count):
+            page = table[row, i] = pages.pop()
+            used = min(page_size, int(lens[row]) - i * page_size)
+            for j, cache in enumerate(caches):
+                cache[page, :used] = s.normal((used, heads, width), seed + 7 * row + 100 * i + j)
+    if dtype != FP8:
+        return *(c.to(dtype) for c in caches), table, {}
+    scales = {name: (torch.rand(heads, generator=torch.Generator().manual_seed(seed)) + 0.5) / 64 for name in SCALES}
+    caches = [(c / scale[:, None].double()).float().to(FP8) for c, scale in zip(caches, scales.values())]
+    return *caches, table, scales
+
+
+SCALES = ("k_scale", "v_scale")
+
+
+def values(caches, scales):
+    """What caches hold, in float64."""
+    caches = [c.double() for c in caches]
+    return [c * scales[name][:, None].double() if name in scales else c for c, name in zip(caches, SCALES)]
+
+
+def check(device, backend, q, caches, table, lens, scales, **options):
+    """Compare with float64; the pool stays as it was."""
+    exact = reference.paged_attention(q.double(), *values(caches, scales), table, lens, **options)
+    moved = {name: t.to(device) for name, t in (options | scales).items()}
+    on_device = [c.to(device) for c in caches]
+    out = ops.paged_attention(q.to(device), *on_device, table.to(device), lens.to(device), backend=backend, **moved)
+    assert all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(on_device, caches))
+    # p is rounded to the dtype for the tensor cores: up to half an eps of the largest value
+    half = q.dtype in s.HALVES
+    largest = values(caches, scales)[1].nan_to_num().abs().amax().item() if half and caches[1].numel() else 0.0
+    slack = torch.finfo(q.dtype).eps / 2 * largest if backend != "eager" else 0.0
+    s.assert_close(out, exact, q.dtype, 0.5, slack=slack)
+    return out
+
+
+@s.targets("paged_attention")
+@given(
+    lanes=st.integers(0, 4), longest=st.integers(0, 12), page_size=st.sampled_from([1, 3, 4, 16]), dtype=s.dtypes,
+    heads=s.counts_of_heads, width=s.widths, seed=s.seeds, stored=st.sampled_from(["same", "float8", "bfloat16"]),
+    most=st.integers(0, 3), slack=st.integers(0, 2), by_row=st.booleans(), positioned=st.booleans(),
+    strided=st.booleans(),
+)  # fmt: skip
+def test_equals_reference(
+    device, backend, lanes, longest, page_size, dtype, heads, width, seed, stored, most, slack, by_row, positioned,
+    strided,
+):  # fmt: skip
+    s.assume_served(device, backend, dtype)
+    kept = {"same": dtype, "float8": FP8, "bfloat16": torch.bfloat16}[stored]
+    assume(stored != "bfloat16" or dtype == torch.float32 and (device, backend) != ("cpu", "triton"))
+    row_lens = s.lengths(lanes + 1, longest, seed)
+    *caches, table, scales = pool(row_lens, page_size, heads[1], width, seed, kept)
+    options, n = {}, lanes
+    lens = row_lens[:lanes]
+    if by_row:
+        rows = torch.randperm(lanes + 1, generator=torch.Generator().manual_seed(seed))[:lanes]
+        lens = row_lens[rows]
+        options["rows"] = torch.where(torch.arange(lanes) == seed % 5, -1, rows)
+    else:
+        table = table[:lanes]
+    if most:
+        counts = torch.minimum(s.lengths(lanes, most, seed + 1), lens)
+        options["cu_seqlens_q"], n = s.cu_seqlens(counts), int(counts.sum()) + slack
+    if positioned:
+        options["q_positions"] = torch.randint(-1, longest + 2, (n,), generator=torch.Generator().manual_seed(seed))
+    q = s.normal((n, heads[0], width), seed + 3, dtype, strided)
+    check(device, backend, q, caches, table, lens.to(torch.int32), scales, **options)
+
+
+@s.targets("paged_attention")
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, FP8], ids=str)
+def test_split_rows_equal_reference(much_split, device, backend, stored):
+    """Lengths 0 to 300 beside one another, one query a lane and several; parts that no query of a tile sees."""
+    lens = torch.tensor([0, 1, 31, 32, 33, 97, 300], dtype=torch.int32)
+    *caches, table, scales = pool(lens, 16, 2, 8, 0, stored)
+    q = s.normal((7, 6, 8), 1, torch.float16 if stored == FP8 else stored)
+    check(device, backend, q, caches, table, lens, scales)
+    counts = torch.tensor([0, 1, 4, 0, 1, 2, 5])
+    q = s.normal((int(counts.sum()) + 2, 6, 8), 1, q.dtype)
+    options = {"cu_seqlens_q": s.cu_seqlens(counts), "rows": torch.tensor([0, 1, 2, 3, -1, 5, 6])}
+    check(device, backend, q, caches, table, lens, scales, **options)
+    options["q_positions"] = torch.tensor([0, 5, 30, 31, 2, 7, 40, 60, 0, 90, 150, 250, 299, 0, 0])
+    check(device, backend, q, caches, table, lens, scales, **options)
+
+
+@s.targets("paged_attention")
+def test_a_long_row(device, backend):
+    """4,096 keys: parts are merged in fp32."""
+    lens = torch.tensor([4096, 3], dtype=torch.int32)
+    *caches, table, scales = pool(lens, 64, 1, 16, 0, torch.float32)
+    check(device, backend, s.normal((2, 3, 16), 1, torch.float32), caches, table, lens, scales)
+
+
+@s.targets("paged_attention")
+def test_many_lanes(device, backend):
+    """More lanes than are looked at together, most of them empty."""
+    if (device, backend) == ("cpu", "triton"):
+        pytest.skip("a thousand programs take a minute in Triton's interpreter")
+    lens = torch.where(torch.arange(2500) % 7 == 0, torch.arange(2500) % 19, 0).to(torch.int32)
+    *caches, table, scales = pool(lens, 4, 1, 4, 0, torch.float32)
+    check(device, backend, s.normal((2500, 2, 4), 1, torch.float32), caches, table, lens, scales)
+    cu = s.cu_seqlens((torch.arange(2500) % 14 == 0).long())
+    check(device, backend, s.normal((200, 2, 4), 1, torch.float32), caches, table, lens, scales, cu_seqlens_q=cu)
+
+
+@s.targets("paged_attention")
+def test_no_lanes_and_nothing_to_see(device, backend):
+    none = torch.zeros(0, dtype=torch.int32)
+    *caches, table, _ = pool(torch.tensor([5]), 4, 1, 4, 0, torch.float32)
+    check(device, backend, torch.ones(0, 2, 4), caches, table[:0], none, {})
+    check(device, backend, torch.ones(2, 2, 4), caches, table[:0], none, {}, cu_seqlens_q=torch.zeros(1).int())
+    check(device, backend, torch.ones(1, 2, 4), caches, table[:, :0], torch.zeros(1).int(), {})
+
+
+@s.targets("paged_attention")
+def test_nan_reaches_only_its_own_row(device, backend):
+    lens = torch.tensor([5, 6], dtype=torch.int32)
+    k, v, table, _ = pool(lens, 4, 1, 4, 0, torch.float32)
+    k[table[0, 0], 2] = torch.nan
+    q = s.normal((2, 2, 4), 1, torch.float32)
+    out = ops.paged_attention(*(t.to(device) for t in (q, k, v, table, lens)), backend=backend).cpu()
+    assert out[0].isnan().all() and not out[1].isnan().any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_lengths_from_nothing_to_131072(dtype):
+    lens = torch.tensor([0, 131072, 1, 5000, 131071, 16, 17], dtype=torch.int32)
+    need = (lens + 15) // 16
+    first = torch.nn.functional.pad(need.cumsum(0), (1, 0))
+    table = torch.full((7, 8192), 2**31 - 1, dtype=torch.int32)
+    for row, count in enumerate(need.tolist()):
+        table[row, :count] = torch.arange(int(first[row]), int(first[row]) + count).flip(0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    caches = [torch.randn(int(first[-1]), 16, 5, 64, device="cuda", generator=generator).to(dtype) for _ in "kv"]
+    for queries in (1, 16):
+        q = torch.randn(7 * queries, 15, 64, device="cuda", generator=generator).bfloat16()
+        cu = torch.arange(8, dtype=torch.int32, device="cuda") * queries
+        options = {} if queries == 1 else {"cu_seqlens_q": cu}
+        got = ops.paged_attention(q, *caches, table.cuda(), lens.cuda(), **options)
+        q = q.double().view(7, queries, 5, 3, 64)
+        for row, length in enumerate(lens.tolist()):
+            slots = table[row, : int(need[row])].long().cuda()
+            k, v = (c[slots].flatten(0, 1)[:length].double() for c in caches)
+            scores = torch.einsum("nghd,kgd->nghk", q[row], k) / 8
+            position = torch.arange(length - queries, length, device="cuda")
+            hidden = torch.arange(length, device="cuda") > position[:, None]
+            want = torch.einsum("nghk,kgd->nghd", scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1), v)
+            want = torch.where((position < 0)[:, None, None, None], 0, want).flatten(1, 2)
+            slack = torch.finfo(torch.bfloat16).eps / 2 * (v.abs().max().item() if length else 0)
+            s.assert_close(
+                got[row * queries : (row + 1) * queries], want, torch.bfloat16, 0.5, f"{length}", slack=slack
+            )
