@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from mor_kernels.ops.paged_attention import _schedule
+from mor_kernels.ops.paged_attention import _parts
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the kernels run in Triton's interpreter
-    _schedule.PROGRAMS = 8  # where each program that has nothing to do still takes a millisecond
+    _parts.PROGRAMS = 8  # where each program that has nothing to do still takes a millisecond
 
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):
     # Two faults of its interpreter, either of which writes where a kernel doesn't: it sums int32 to int64, and a store

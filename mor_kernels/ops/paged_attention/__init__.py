@@ -13,7 +13,7 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from ..kv import check_caches
 from . import eager
-from ._schedule import FIELDS, most_parts
+from ._parts import FIELDS, most_parts
 
 
 def _empty_schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._triton import from_e4m3, has_float8
-from ._schedule import FIELDS, most_parts, queries_of_a_tile, wanted
+from ._parts import FIELDS, most_parts, queries_of_a_tile, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -231,8 +231,8 @@ def _forward(
                 tl.store(counter, 0)
                 h = tl.arange(0, BLOCK_H)
                 inside = (h < ROWS) & (h // GROUP < left)
-                acc = _merge(sums, statistics, first_part, splits, g, groups, h, ROWS, WIDTH, BLOCK_D, MERGED)
-                _write(out, acc, query + h // GROUP, g * GROUP + h % GROUP, groups * GROUP, inside, WIDTH, BLOCK_D)
+                merged = _merge(sums, statistics, first_part, splits, g, groups, h, ROWS, WIDTH, BLOCK_D, MERGED)
+                _write(out, merged, query + h // GROUP, g * GROUP + h % GROUP, groups * GROUP, inside, WIDTH, BLOCK_D)
 
 
 def _rowwise(cache: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ def paged_attention(
         k_scale, v_scale, out, sums, statistics, scale, parts, page_table.shape[1] * page_size, page_table.shape[1],
         groups, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], GROUP=group, WIDTH=width,
         BLOCK_D=block_d, PAGE=page_size, BLOCK_Q=block_q, BLOCK_M=max(block_h, 16), BLOCK_N=block_n,
-        MERGED=max(min(8192 // (block_h * block_d), 32), 1), BLOCK_H=block_h, FIELDS=FIELDS,
+        MERGED=max(min(2048 // (block_h * block_d), 32), 1), BLOCK_H=block_h, FIELDS=FIELDS,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", NATIVE=native,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
