@@ -217,7 +217,7 @@ class Cases:
         own = Implementation(self.label, prepare, ours=True)
         return (*(Implementation(name, rival) for name, rival in rivals.items()), own)
 
-    def append(self, tokens, page_size):
+    def append(self, tokens, page_size, compiled):
         """One token of each of so many rows, or a prompt; q is turned as well."""
 
         def make(seed):
@@ -248,10 +248,9 @@ class Cases:
 
             return call
 
-        rivals = {
-            "eager": functools.partial(plain, append_plain),
-            "compile": functools.partial(plain, self.compiled(append_plain)),
-        }
+        rivals = {"eager": functools.partial(plain, append_plain)}
+        if compiled:
+            rivals["compile"] = functools.partial(plain, self.compiled(append_plain))
         if self.flashinfer:
             rivals["FlashInfer"] = self.flashinfer.append
         # read and written: q, k, v; read: slots and positions
@@ -259,7 +258,7 @@ class Cases:
         return Case("rope + append", f"{tokens} tokens, page {page_size}", moved, make, check_append,
                     self._implementations(own, rivals))  # fmt: skip
 
-    def lookup(self, batch, mean, page_size):
+    def lookup(self, batch, mean, page_size, compiled):
         total = self._tokens(batch, mean)
 
         def make(seed):
@@ -277,10 +276,9 @@ class Cases:
         def plain(function, s):
             return lambda: function(s.k_cache, s.v_cache, *s.where)
 
-        rivals = {
-            "eager": functools.partial(plain, lookup_plain),
-            "compile": functools.partial(plain, self.compiled(lookup_plain)),
-        }
+        rivals = {"eager": functools.partial(plain, lookup_plain)}
+        if compiled:
+            rivals["compile"] = functools.partial(plain, self.compiled(lookup_plain))
         moved = total * 2 * 2 * 2 * GROUPS * WIDTH  # keys and values read and written
         return Case("lookup", f"B{batch} mean {mean}, page {page_size}", moved, make, check_lookup,
                     self._implementations(own, rivals))  # fmt: skip
@@ -375,9 +373,11 @@ def make_cases(
     cases = Cases(device, compiled)
     shapes = [(batch, mean, page) for page in page_sizes for mean in means for batch in batches]
     short = [shape for shape in shapes if shape[1] < max(means)]  # copies of more show nothing new
+    compiled = {min(batches), max(prompts)}, min(page_sizes)  # compiling takes longer than all the rest: for a few only
+    appends = [(tokens, page) for page in page_sizes for tokens in (*batches, *prompts)]
     return [
-        *[cases.append(tokens, page) for page in page_sizes for tokens in (*batches, *prompts)],
-        *[cases.lookup(*shape) for shape in short],
+        *[cases.append(tokens, page, tokens in compiled[0] and page == compiled[1]) for tokens, page in appends],
+        *[cases.lookup(*shape, shape[0] in compiled[0] and shape[2] == compiled[1]) for shape in short],
         *[cases.decode(*shape) for shape in shapes],
         *[cases.decode(*shape, dtype=FP8) for shape in short if shape[2] == min(page_sizes)],
         *[cases.schedule(batch, means[0]) for batch in batches],

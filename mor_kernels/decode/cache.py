@@ -92,6 +92,13 @@ class PagePool:
             caches = (t.view(-1, 1, *t.shape[2:]) for t in caches)
         return ops.paged_attention(q, *caches, page_table, k_lens, **options, **self._scales(layer))
 
+    def calibrate(self, other: PagePool, anew: bool) -> None:
+        """Scale each head so that the largest number that ``other``, a pool of the same layers, holds becomes e4m3's;
+        scales that are larger stay, but anew."""
+        for scales, cache in ((self.k_scale, other.k), (self.v_scale, other.v)):
+            wanted = cache.abs().amax((1, 2, 4)).float() / torch.finfo(self.k.dtype).max
+            scales.copy_(torch.where(wanted > 0, wanted, 1) if anew else torch.maximum(scales, wanted))
+
     def _scales(self, layer: int) -> dict[str, Tensor]:
         return {} if self.k_scale is None else {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
 
@@ -118,6 +125,7 @@ class Plan:
     k_lens: Tensor  # (R,) int32 keys of each run
     page_table: Tensor
     taken: ops.Taken | None = None  # None where no run appends
+    schedule: Tensor | None = None  # of the attention, the same in all layers
     by_position: bool = False  # keys stand at their positions: a query sees those up to its own
     by_slot: bool = False  # see PagePool.attend
 
@@ -132,15 +140,19 @@ class Plan:
             q = ops.rope(q, positions, theta)
         else:
             q = self.pool.append(slot, q, *kv(), self.taken.slots, positions, theta)
+        lanes = {"rows": self.rows, "cu_seqlens_q": self.cu_seqlens}
+        if self.schedule is None:
+            heads, groups = q.shape[1], self.pool.k.shape[3]
+            self.schedule = ops.attention_schedule(self.k_lens, heads, groups, len(q), **lanes)
         return self.pool.attend(
             slot,
             q,
             self.page_table,
             self.k_lens,
             self.by_slot,
-            rows=self.rows,
-            cu_seqlens_q=self.cu_seqlens,
+            schedule=self.schedule,
             q_positions=self.positions if self.by_position else None,
+            **lanes,
         )
 
     def commit(self) -> None:

@@ -9,6 +9,7 @@ recursion.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 from collections import deque
@@ -94,12 +95,14 @@ class _Tokens:
 class Engine:
     """Generates for many requests at once.
 
-    model: MoR on any device, in any float dtype; keys and values are kept in its dtype.
+    model: MoR on any device, in any float dtype.
     max_sequences: requests that run at once; others wait.
-    num_pages, cache_bytes: size of the cache, as pages of the block or as bytes in all; by default enough for
-        max_sequences of full length and depth. When pages run out, the youngest request gives its own back and is
-        computed anew later, with the recorded depths, so that its output stays the same.
+    num_pages, cache_bytes: size of the cache, as pages of the block or as bytes in all, page tables included; by
+        default enough for max_sequences of full length and depth. When pages run out, the youngest request gives its
+        own back and is computed anew later, with the recorded depths, so that its output stays the same.
     page_size: tokens a page.
+    cache_dtype: of keys and values, by default the model's; or a narrower one, such as torch.float8_e4m3fn, see
+        `calibrate`.
     prefill_chunk: most prompt tokens that are computed in one step, beside the running requests' passes.
     tokenizer: anything with decode(ids) -> str, for text and stop strings, and encode(str) -> ids (or an object with
         `.ids`), for prompts that are strings.
@@ -117,6 +120,7 @@ class Engine:
         num_pages: int | None = None,
         cache_bytes: int | None = None,
         page_size: int = 16,
+        cache_dtype: torch.dtype | None = None,
         prefill_chunk: int = 512,
         tokenizer=None,
         eos_token_id: int | None = None,
@@ -138,7 +142,11 @@ class Engine:
 
         embedding = model.embed_tokens.weight
         self.device, dtype = embedding.device, embedding.dtype
-        self.cache = self._new_cache(num_pages, cache_bytes, page_size, dtype)
+        stored = dtype if cache_dtype is None else cache_dtype
+        narrower = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+        if stored != dtype and not (stored in narrower and stored.itemsize < dtype.itemsize):
+            raise ValueError(f"cache_dtype: expected {dtype} or a narrower float dtype, got {stored}")
+        self.cache = self._new_cache(num_pages, cache_bytes, page_size, stored)
         width, gates = self.config.hidden_size, 0
         if self.config.router == "token_choice":
             gates = self.config.num_recursions
@@ -172,15 +180,39 @@ class Engine:
             places = rows
         else:
             places = sum(c.capacities) if c.capacities else (rows + 1) / 2
-        if cache_bytes is not None:
-            page = 2 * page_size * c.num_key_value_heads * c.head_dim * dtype.itemsize  # one layer's
-            block, ends = len(c.recursion_layers[0]) * page, 2 * page * c.has_own_ends
-            num_pages = int(cache_bytes / (block + ends / places))
+
+        def new(num_pages, device):
+            end_pages = min(full, int(num_pages / places) + 1)
+            return KVCache(c, self.max_sequences, num_pages, end_pages, page_size, dtype, device)
+
+        if cache_bytes is not None:  # the most pages that fit, by the bytes of caches without memory
+            sizes = range(full * rows + 1)
+            num_pages = bisect.bisect_right(sizes, cache_bytes, key=lambda n: new(n, "meta").nbytes) - 1
             if num_pages < 1:
-                raise ValueError(f"cache_bytes: expected at least {block + ends}, for a page, got {cache_bytes}")
-        num_pages = full * rows if num_pages is None else min(num_pages, full * rows)
-        end_pages = min(full, int(num_pages / places) + 1)
-        return KVCache(c, self.max_sequences, num_pages, end_pages, page_size, dtype, self.device)
+                least = new(1, "meta").nbytes
+                raise ValueError(f"cache_bytes: expected at least {least}, for a page, got {cache_bytes}")
+        return new(full * rows if num_pages is None else min(num_pages, full * rows), self.device)
+
+    def calibrate(self, prompts: Sequence[Sequence[int] | str]) -> None:
+        """Set the scales of a float8 cache, one a layer and head, by the largest keys and values of these prompts.
+
+        Without it they are 1, which serves numbers up to 448. Larger numbers are written as the largest.
+        Raises ValueError if the cache isn't float8, or holds tokens.
+        """
+        if self.cache.block.k_scale is None:
+            raise ValueError(f"cache_dtype: expected torch.float8_e4m3fn, to calibrate, got {self.cache.block.k.dtype}")
+        if self.running:
+            raise ValueError(f"calibrate: expected no running request, got {len(self.running)}")
+        probe = Engine(self.model, max_sequences=1, tokenizer=self.tokenizer, bos_token_id=self.bos_token_id)
+        pools = [(self.cache.block, probe.cache.block), (self.cache.ends, probe.cache.ends)]
+        pools = [(pool, other) for pool, other in pools if pool is not None]
+        for _, other in pools:
+            other.k.zero_()
+            other.v.zero_()
+        for i, prompt in enumerate(prompts):
+            probe.generate([prompt], SamplingParams(max_tokens=1))
+            for pool, other in pools:
+                pool.calibrate(other, anew=i == 0)
 
     # Requests
 

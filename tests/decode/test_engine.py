@@ -6,6 +6,8 @@ import torch
 from models import VOCABULARY, assert_equals_reference, random_prompts, tiny
 
 from mor_kernels.decode import Engine, QueueFull, SamplingParams
+from mor_kernels.ops import _dispatch
+from tests.strategies import targets
 
 EXPERT, TOKEN = {"router": "expert_choice"}, {"router": "token_choice"}
 GRID = [
@@ -373,15 +375,78 @@ def test_queue_and_metrics():
     assert metrics["cache_bytes"] == engine.cache.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_cache_bytes(dtype):
-    for fields in (EXPERT, {**EXPERT, "kv": "shared"}, {**TOKEN, "sharing": "cycle"}):
+    """All that the cache holds fits, and a page more of each kind would not."""
+    for fields in (EXPERT, {**EXPERT, "kv": "shared"}, {**TOKEN, "sharing": "cycle"}, {**EXPERT, "kv": "hybrid"}):
         model, _ = tiny(15, **fields)
-        engine = Engine(model.to(dtype), cache_bytes=60_000, page_size=4)
-        page = 2 * 4 * 2 * 4 * dtype.itemsize  # of one layer
-        assert 0.8 * 60_000 < engine.cache.nbytes <= 60_000 + 2 * page  # the ends' pages are rounded up
-        assert engine.cache.block.k.dtype == dtype
+        size = 16_000 + 11_000 * dtype.itemsize
+        engine = Engine(model.float(), max_sequences=8, cache_bytes=size, page_size=4, cache_dtype=dtype)
+        pools = [pool for pool in (engine.cache.block, engine.cache.ends) if pool is not None]
+        assert engine.cache.nbytes <= size < engine.cache.nbytes + sum(pool.page_bytes + 4 for pool in pools)
+        held = [t for pool in pools for t in (pool.k, pool.v, pool.k_scale, pool.v_scale, *pool.pages)]
+        held.append(engine.cache.seen)
+        assert engine.cache.nbytes == sum(t.nbytes for t in held if t is not None)
+        assert {pool.k.dtype for pool in pools} == {dtype}
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].tokens) == 3
+
+
+@targets("paged_attention")
+@pytest.mark.parametrize("fields", STRATEGIES, ids=name)
+def test_kernels_generate_what_eager_does(monkeypatch, device, backend, fields):
+    """Token for token and depth for depth in fp32; padding and unwritten keys are NaN."""
+    if backend == "eager":
+        pytest.skip("compared with itself")
+    model, _ = tiny(1, **fields)
+    model = model.float().to(device)
+    lengths, counts = ((3, 9, 1, 40), (10, 4, 12, 6)) if device == "cuda" else ((5, 2), (3, 4))
+    prompts, params = requests(lengths, counts, 3)
+    outcomes = []
+    for each in ("eager", backend):
+        monkeypatch.setattr(_dispatch, "_default_backend", each)
+        engine = poisoned(model, max_sequences=4, page_size=4, prefill_chunk=16)
+        outcomes.append(engine.generate(prompts, params))
+        assert_nothing_held(engine)
+    want, got = outcomes
+    assert [c.tokens for c in got] == [c.tokens for c in want]
+    assert [c.depths for c in got] == [c.depths for c in want]
+    for a, b in zip(got, want):  # sums of fp32 in another order, through ten layers of weights of size 1
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_narrower_caches(dtype):
+    """What a cache of fewer bits changes is of the size of its rounding; a scale a head keeps float8 in range."""
+    model, _ = tiny(1, router="none", num_recursions=1, num_hidden_layers=2, sharing="cycle")
+    model = model.float()
+    with torch.no_grad():  # one head's values are beyond 448, which only a scale can hold
+        model.layers[0].self_attn.v_proj.weight[:4] *= 500
+        model.layers[0].self_attn.o_proj.weight[:, :8] /= 500
+    prompts, params = random_prompts([30, 17]), SamplingParams(max_tokens=1, logprobs=VOCABULARY)
+
+    def logits(**options):
+        engine = Engine(model, page_size=4, **options)
+        if options.get("cache_dtype") == torch.float8_e4m3fn:
+            engine.calibrate(prompts)
+            scale = engine.cache.block.v_scale[0]
+            assert scale[0] > 100 * scale[1]
+        done = engine.generate(prompts, params)
+        return torch.tensor([[value for _, value in sorted(c.top_logprobs[0])] for c in done])
+
+    exact, kept = logits(), logits(cache_dtype=dtype)
+    error = (kept - exact).abs().max() / exact.std()
+    assert 0 < error < (1 if dtype == torch.float8_e4m3fn else 32 * torch.finfo(dtype).eps)
+
+
+def test_calibration_needs_an_idle_float8_cache():
+    model, _ = tiny(1, **EXPERT)
+    with pytest.raises(ValueError, match="cache_dtype: expected torch.float8_e4m3fn, to calibrate, got torch.float64"):
+        Engine(model).calibrate([[1]])
+    engine = Engine(model, cache_dtype=torch.float8_e4m3fn)
+    engine.submit([1, 2], SamplingParams(max_tokens=9))
+    engine.step()
+    with pytest.raises(ValueError, match="calibrate: expected no running request, got 1"):
+        engine.calibrate([[1]])
 
 
 def test_a_byte_level_tokenizer():
@@ -409,7 +474,8 @@ def test_a_byte_level_tokenizer():
         ({"max_sequences": 0}, "max_sequences: expected a whole number of at least 1, got 0"),
         ({"page_size": 1.5}, "page_size: expected a whole number of at least 1, got 1.5"),
         ({"num_pages": 3, "cache_bytes": 10}, "cache_bytes: expected None beside num_pages"),
-        ({"cache_bytes": 10}, "cache_bytes: expected at least 8192, for a page, got 10"),
+        ({"cache_bytes": 10}, r"cache_bytes: expected at least \d+, for a page, got 10"),
+        ({"cache_dtype": torch.int8}, "cache_dtype: expected torch.float64 or a narrower float dtype, got torch.int8"),
     ],
 )
 def test_wrong_options_are_named(options, message):

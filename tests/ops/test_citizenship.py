@@ -61,6 +61,25 @@ CASES = {
         [(4, 4, 2, 3), (4, 4, 2, 3)],
         [TABLE, CU_ROWS],
     ),
+    "kv_append_turned": (
+        lambda k, v, kc, vc, s, p: ops.kv_append(k, v, kc, vc, s, positions=p),
+        [(3, 2, 4), (3, 2, 4), (2, 4, 2, 4), (2, 4, 2, 4)],
+        [torch.tensor([7, -1, 2]), torch.tensor([5, 0, 9])],
+    ),
+    "paged_decode": (
+        lambda q, kc, vc, t, n: ops.paged_attention(q, kc, vc, t, n),
+        [],
+        [*(normal(s, i, torch.float32) for i, s in enumerate([(2, 6, 4), *[(4, 4, 2, 4)] * 2])), TABLE, LENS.int()],
+    ),
+    "paged_prefill": (
+        lambda q, kc, vc, t, n, r, c, p: ops.paged_attention(q, kc, vc, t, n, rows=r, cu_seqlens_q=c, q_positions=p),
+        [],
+        [
+            *(normal(s, i, torch.float32) for i, s in enumerate([(6, 6, 4), *[(4, 4, 2, 4)] * 2])),
+            *(TABLE, torch.tensor([4, 7, 0], dtype=torch.int32), torch.tensor([1, 0, -1]), CU_Q),
+            torch.tensor([3, 0, 1, 6, 2, 2]),
+        ],
+    ),
     "aux_loss": (lambda l, i, n: ops.aux_loss(l, i, seqlens=n), [(2, 5)], [INDEX, LENS]),
     "z_loss": (lambda l, d: ops.z_loss(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
     "aux_loss_nested": (lambda l, i, c: ops.aux_loss(l, i, candidates=c), [(2, 3)], [INDEX[:, :2], INDEX]),
@@ -112,7 +131,7 @@ def test_gradcheck(name):
 
 
 class Recorder(TorchDispatchMode):
-    """The registered ops that a call reaches, with their arguments."""
+    """The registered ops that a call reaches, with their arguments as they then were."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +139,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "mor_kernels":
-            self.calls.append((func, args))
+            self.calls.append((func, [a.clone() if isinstance(a, torch.Tensor) else a for a in args]))
         return func(*args, **(kwargs or {}))
 
 
@@ -144,10 +163,52 @@ def test_opcheck(name, dtype, strided):
         torch.library.opcheck(op, args)
 
 
-def test_opcheck_in_place_append():
-    k, v, k_cache, v_cache = (normal(shape, 0, torch.float32) for shape in [(3, 2, 4)] * 2 + [(2, 4, 2, 4)] * 2)
-    arguments = (k, v, k_cache, v_cache, torch.tensor([7, -1, 2]), "eager")
-    torch.library.opcheck(torch.ops.mor_kernels.kv_append_.default, arguments)
+def serve(q, k, v, k_cache, v_cache, pages, rows, positions):
+    """What a pass of one layer does with a cache; a lane of padding is -1."""
+    cu = torch.arange(len(rows) + 1, device=q.device, dtype=torch.int32)
+    taken = ops.take_pages_(pages, rows, cu, len(rows), 4)
+    q = ops.kv_append_(k, v, k_cache, v_cache, taken.slots, positions=positions, q=q)
+    out = ops.paged_attention(q, k_cache, v_cache, pages.page_table, taken.k_lens, rows=taken.rows)
+    ops.commit_(pages, taken.rows, cu)
+    return out, taken.refused
+
+
+def served(device):
+    q, k, v = (normal((3, h, 4), i, torch.float32).to(device) for i, h in enumerate((6, 2, 2)))
+    caches = torch.full((2, 4, 4, 2, 4), torch.nan, device=device)
+    return [q, k, v, *caches, ops.Pages.new(3, 4, 3, device)]
+
+
+@targets("take_pages_")
+def test_opcheck_of_serving(monkeypatch, device, backend):
+    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    inputs, rows = served(device), torch.tensor([1, -1, 0], device=device)
+    with Recorder() as recorder:
+        serve(*inputs, rows, rows + 1)
+        ops.free_pages_(inputs[-1], rows)
+    names = [op._schema.name.removeprefix("mor_kernels::") for op, _ in recorder.calls]
+    assert names == ["take_pages_", "kv_append_", "attention_schedule", "paged_attention", "commit_", "free_pages_"]
+    for op, args in recorder.calls:
+        assert args[-1] == backend
+        torch.library.opcheck(op, [a.clone() if isinstance(a, torch.Tensor) else a for a in args])
+
+
+@targets("take_pages_")
+def test_serving_compiles_whole_and_once(monkeypatch, device, backend):
+    """Ten passes of any lanes, over the ends of pages and until there are none left."""
+    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(serve, fullgraph=True, backend="aot_eager")
+    ours, others = served(device), served(device)
+    refusals = 0
+    for step in range(10):
+        rows = torch.tensor([[1, -1, 0], [2, 1, 0], [-1, -1, 1]][step % 3], device=device)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0), torch.no_grad():
+            (out, refused), (want, _) = compiled(*ours, rows, rows + step + 1), serve(*others, rows, rows + step + 1)
+        assert torch.equal(out, want) and not out.isnan().any()
+        assert all(torch.equal(a, b) for a, b in zip(ours[-1], others[-1]))
+        refusals += int(refused) != 0
+    assert 0 < refusals < 10
 
 
 @targets("choose_depths")

@@ -19,6 +19,14 @@ CACHE = torch.ones(3, 4, 2, 4)
 NEW = torch.ones(2, 2, 4)
 TABLE = torch.zeros(1, 1, dtype=torch.int32)
 CU = torch.tensor([0, 2], dtype=torch.int32)
+PAGES = ops.Pages.new(2, 4, 3, "cpu")
+
+
+def attend(**changed):
+    """A call of paged attention that is right but for what changed."""
+    arguments = {"q": Q[0, :1], "k_cache": CACHE, "v_cache": CACHE, "page_table": TABLE, "k_lens": CU[1:] * 2}
+    return ops.paged_attention(**(arguments | changed))
+
 
 BAD = [
     (lambda: ops.route(X[0], W, 1), r"route: x: expected shape \(B, N, D\), got \(5, 4\)"),
@@ -94,6 +102,72 @@ BAD = [
         r"kv_lookup: total: expected at least cu_seqlens\[-1\] = 2, got 1",
     ),
     (lambda: ops.kv_lookup(CACHE, CACHE, TABLE - 1, CU, 2), r"kv_lookup: page_table: expected pages in 0..2 .* got -1"),
+    (
+    (
+        ambda: ops.kv_append_(NEW[..., :3], NEW[..., :3], CACHE[..., :3], CACHE[..., :3], I2[0, :2], positions=I2[0, ,
+               lambda: ops.kv_append_(NEW[..., :3], NEW[..., :3], CACHE[..., :3], CACHE[..., :3], I2[0, :2], positions=I2[0, :2],
+    ),
+        "kv_append_: k: expected an even last dimension, to turn by positions, got 3",
+    ),
+    (
+        lambda: ops.kv_append_(NEW, NEW, CACHE, CACHE, I2[0, :2], q=Q[0, :2]),
+        "kv_append_: positions: expected positions, where q goes, got None",
+    ),
+    (
+        lambda: ops.kv_append_(NEW, NEW, CACHE, CACHE, I2[0, :2], k_scale=torch.ones(2)),
+        "kv_append_: k_scale: expected None, for caches of torch.float32, got a tensor",
+    ),
+    (
+        lambda: ops.kv_append_(NEW, NEW, *[CACHE.to(torch.float8_e4m3fn)] * 2, I2[0, :2], v_scale=torch.ones(3)),
+        r"kv_append_: v_scale: expected shape \(2\), got \(3\)",
+    ),
+    (
+        lambda: ops.kv_append(NEW, NEW, *[CACHE.to(torch.float8_e4m3fn)] * 2, I2[0, :2]),
+        "kv_append: k_cache: expected a dtype that has gradients .* got torch.float8_e4m3fn",
+    ),
+    (lambda: attend(q=Q[0, :1, :5]), "paged_attention: k_cache: expected a number .* divides the 5 query heads, got 2"),
+    (lambda: attend(k_cache=CACHE.double(), v_cache=CACHE.double()), "k_cache: expected the dtype of q, torch.float32"),
+    (lambda: attend(k_lens=torch.tensor([5]).int()), "paged_attention: k_lens: expected 0 to the 4 tokens .* got"),
+    (lambda: attend(k_lens=torch.tensor([4])), "paged_attention: k_lens: expected dtype int32, got torch.int64"),
+    (
+        lambda: attend(rows=torch.tensor([1])),
+        "paged_attention: rows: expected values of at least -1 and at most 0, got 1",
+    ),
+    (
+        lambda: attend(q=Q[0]),
+        "paged_attention: cu_seqlens_q: expected where the queries of each lane begin, for 3 of 1 lanes",
+    ),
+    (lambda: attend(q=Q[0], cu_seqlens_q=CU * 2), "paged_attention: cu_seqlens_q: expected 0 first, .* at most 3, got"),
+    (lambda: attend(page_table=TABLE - 1), "kv_lookup: page_table: expected pages in 0..2"),
+    (lambda: attend(schedule=TABLE[0]), r"paged_attention: schedule: expected shape \(\d+\), got \(1\)"),
+    (
+        lambda: ops.attention_schedule(CU, 5, 2, 2),
+        "attention_schedule: groups: expected a number .* 5 query heads, got 2",
+    ),
+    (
+        lambda: ops.take_pages_(PAGES, torch.tensor([0, 0]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4),
+        r"take_pages_: rows: expected each row at most once, got \[0, 0\]",
+    ),
+    (
+        lambda: ops.take_pages_(PAGES, torch.tensor([3]), CU, 2, 4),
+        "take_pages_: rows: expected values of at least -1 and at most 1, got 3",
+    ),
+    (
+        lambda: ops.take_pages_(PAGES, torch.tensor([0]), CU, 1, 4),
+        "take_pages_: cu_seqlens: expected 0 first, .* at most 1",
+    ),
+    (
+        lambda: ops.take_pages_(PAGES, torch.tensor([0]), CU, 2, 0),
+        "take_pages_: page_size: expected a whole number of at",
+    ),
+    (
+        lambda: ops.free_pages_(PAGES._replace(page_table=PAGES.page_table.T.contiguous().T), torch.tensor([0])),
+        "free_pages_: page_table: expected a contiguous tensor, got strides",
+    ),
+    (
+        lambda: ops.commit_(PAGES, torch.tensor([0]), CU.long()),
+        "commit_: cu_seqlens: expected dtype int32, got torch.int64",
+    ),
     (lambda: ops.rope(torch.ones(3), torch.arange(2)), r"rope: x: expected shape \(..., H, d\), got \(3\)"),
     (lambda: ops.rope(torch.ones(2, 1, 3), torch.arange(2)), "rope: x: expected an even last dimension, got 3"),
     (lambda: ops.rope((NEW, NEW, NEW), I2[0]), "rope: x: expected a tensor or a pair of them, got 3 of them"),
@@ -125,6 +199,11 @@ def test_in_place_append_refuses_gradients():
         ops.kv_append_(NEW.clone().requires_grad_(), NEW, CACHE, CACHE, torch.tensor([0, 1]))
 
 
+def test_paged_attention_refuses_gradients():
+    with pytest.raises(RuntimeError, match="paged_attention: expected no argument that needs a gradient"):
+        attend(q=Q[0, :1].clone().requires_grad_())
+
+
 @pytest.mark.parametrize("argument", range(3))
 def test_in_place_scatter_refuses_gradients(argument):
     tensors = [X.clone(), torch.ones(2, 3, 4), torch.ones(2, 3)]
@@ -154,6 +233,10 @@ def test_an_error_writes_nothing():
     with pytest.raises(ValueError, match="kv_append_: slots: expected values of at least -1 and at most 11, got 12"):
         ops.kv_append_(NEW, NEW, cache, cache, torch.tensor([0, 12]))
     assert not cache.any()
+    state = [t.clone() for t in PAGES]
+    with pytest.raises(ValueError):
+        ops.take_pages_(PAGES, torch.tensor([1, 1]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4)
+    assert all(torch.equal(a, b) for a, b in zip(state, PAGES))
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda", "fast"])

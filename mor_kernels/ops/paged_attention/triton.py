@@ -28,7 +28,7 @@ from ._parts import FIELDS, most_parts, queries_of_a_tile, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
-LEAST_KEYS = 256  # a part isn't worth its merging for fewer
+LEAST_KEYS = 512  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts are multiples of so many
 
 
@@ -243,7 +243,9 @@ def _rowwise(cache: torch.Tensor) -> torch.Tensor:
 
 def _setting(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Keys of a tile, warps and stages of the pipeline that copies tiles ahead."""
-    return 64 if block_d <= 128 and dtype != torch.float32 else 32, 4, 3
+    if dtype == torch.float32 or block_d > 128:
+        return 32, 4, 3
+    return 64, 2, 5 if block_d <= 64 else 3
 
 
 def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
