@@ -103,10 +103,7 @@ BAD = [
     ),
     (lambda: ops.kv_lookup(CACHE, CACHE, TABLE - 1, CU, 2), r"kv_lookup: page_table: expected pages in 0..2 .* got -1"),
     (
-    (
-        ambda: ops.kv_append_(NEW[..., :3], NEW[..., :3], CACHE[..., :3], CACHE[..., :3], I2[0, :2], positions=I2[0, ,
-               lambda: ops.kv_append_(NEW[..., :3], NEW[..., :3], CACHE[..., :3], CACHE[..., :3], I2[0, :2], positions=I2[0, :2],
-    ),
+        lambda: ops.kv_append_(*[NEW[..., :3]] * 2, *[CACHE[..., :3]] * 2, I2[0, :2], positions=I2[0, :2]),
         "kv_append_: k: expected an even last dimension, to turn by positions, got 3",
     ),
     (
