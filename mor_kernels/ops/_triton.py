@@ -177,14 +177,17 @@ def has_float8() -> bool:
 
 @triton.jit
 def last_at_most(ascending, value, count):
-    """The last of ``count`` ascending numbers, the first of them at most ``value``, that is at most ``value``."""
+    """The last of ``count`` ascending numbers, the first of them at most ``value`` (n,), that is at most ``value``; 16
+    are looked at at once, since each step waits for memory."""
     low = tl.zeros_like(value)
+    step = tl.arange(0, 16)[None, :]
     stride = tl.full((), 1, tl.int32)
-    while stride * 2 < count:
-        stride *= 2
+    while stride * 16 < count:
+        stride *= 16
     while stride > 0:
-        at = low + stride
+        at = low[:, None] + step * stride
         there = at < count
-        low = tl.where(there & (tl.load(ascending + at, mask=there, other=0) <= value), at, low)
-        stride //= 2
+        found = tl.load(ascending + at, mask=there, other=0)
+        low += (tl.sum((there & (found <= value[:, None])).to(tl.int32), 1) - 1) * stride
+        stride //= 16
     return low

@@ -1,8 +1,8 @@
 """Ragged paged keys and values: append, lookup and what their gradients need, each one pass over what is written.
 
-A program of the append holds a tile of tokens and goes through some of the heads, of the queries, the keys and the
-values; few tokens have their heads spread over more programs, so that one launch serves a decoding step and a prompt.
-Queries and keys turn by their positions as in :mod:`..rope.triton`; a token without a slot writes nothing.
+A program of the append holds some heads, of the queries, the keys or the values, of a few tokens, so that one launch
+serves a decoding step and a prompt alike. Queries and keys turn by their positions as in :mod:`..rope.triton`; a token
+without a slot writes nothing.
 
 Keys and values of 8 bits are uint8 here, value = e4m3 number * scale of the head.
 """
@@ -15,73 +15,76 @@ import triton.language as tl
 
 from .._triton import cos_sin, frequencies, inverse_of, last_at_most, place, step_of, tile, to_e4m3
 
-BYTES = 2048  # of each half of a head, in a tile of the append: 16 a thread
-PROGRAMS = 2048  # enough to fill a GPU
+HEADS = 4  # of a program of the append: what lies side by side in memory
+BYTES = 2048  # of halves of heads in a program: 16 a thread
 
 
 @triton.jit
 def _put(
-    x, source, x_head, x_d, out, target, out_head, out_d, scales, cos, sin, i, inside, written, head, last,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, TURN: tl.constexpr,
+    x, source, x_head, x_d, out, target, out_head, out_d, scales, position, step_high, step_low, read, written, head,
+    heads, HALF: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Heads from ``head`` to ``last`` of a tile of tokens, which begin at ``source`` of x and at ``target`` of out."""
-    low, high = (i < HALF)[None, :], (i < WIDTH - HALF)[None, :]
-    source = source[:, None] + (i * x_d)[None, :]
-    target = target[:, None] + (i * out_d)[None, :]
-    inside, written = inside[:, None], written[:, None]
-    while head < last:
-        a = tl.load(x + source + head * x_head, mask=inside & low, other=0.0).to(tl.float32)
-        b = tl.load(x + source + head * x_head + HALF * x_d, mask=inside & high, other=0.0).to(tl.float32)
-        if TURN:
-            a, b = a * cos - b * sin, b * cos + a * sin
-        if scales is not None:
-            scale = tl.load(scales + head)
-            a, b = tl.div_rn(a, scale + tl.zeros_like(a)), tl.div_rn(b, scale + tl.zeros_like(b))
-        if out.dtype.element_ty == tl.uint8:
-            a, b = to_e4m3(a), to_e4m3(b)
-        to = out + target + head * out_head
-        tl.store(to, a.to(out.dtype.element_ty), mask=written & low)
-        tl.store(to + HALF * out_d, b.to(out.dtype.element_ty), mask=written & high)
-        head += 1
+    """Some heads of a tile of tokens, which begin at ``source`` of x and at ``target`` of out; turned if there is a
+    position, divided if there are scales."""
+    i = tl.arange(0, 2**BITS)[None, None, :]
+    head = head + tl.arange(0, HEADS)[None, :, None]
+    low, high = (head < heads) & (i < HALF), (head < heads) & (i < WIDTH - HALF)
+    source = x + source[:, None, None] + head * x_head + i * x_d
+    a = tl.load(source, mask=read[:, None, None] & low, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF * x_d, mask=read[:, None, None] & high, other=0.0).to(tl.float32)
+    if position is not None:
+        cos, sin = cos_sin(position[:, None] * frequencies(step_high, step_low, BITS)[None, :])
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        a, b = a * cos - b * sin, b * cos + a * sin
+    if scales is not None:
+        scale = tl.load(scales + head, mask=head < heads, other=1.0) + tl.zeros_like(a)
+        a, b = tl.div_rn(a, scale), tl.div_rn(b, scale)
+    if out.dtype.element_ty == tl.uint8:
+        a, b = to_e4m3(a), to_e4m3(b)
+    target = out + target[:, None, None] + head * out_head + i * out_d
+    tl.store(target, a.to(out.dtype.element_ty), mask=written[:, None, None] & low)
+    tl.store(target + HALF * out_d, b.to(out.dtype.element_ty), mask=written[:, None, None] & high)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots_there", "share", "shares", "q_heads", "heads"])
+@triton.jit(do_not_specialize=["tokens", "slots_there", "q_shares", "shares", "q_heads", "heads"])
 def _append(
     q, k, v, slots, positions, out_q, k_cache, v_cache, k_scale, v_scale, step_high, step_low,
-    tokens, slots_there, share, shares, q_heads, heads,
+    tokens, slots_there, q_shares, shares, q_heads, heads,
     q_n, q_h, q_d, k_n, k_h, k_d, v_n, v_h, v_d,
     k_page, k_slot, k_head, k_last, v_page, v_slot, v_head, v_last,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """k and v of a tile of tokens into their slots, and q turned into out_q."""
-    program = tl.program_id(0).to(tl.int64)
-    token = program // shares * TOKENS + tl.arange(0, TOKENS)
-    i = tl.arange(0, 2**BITS)
+    """k and v of a tile of tokens into their slots, and q turned into out_q: ``q_shares`` programs for queries, and
+    ``shares`` each for keys and values."""
+    everyone = q_shares + 2 * shares
+    token = tl.program_id(0).to(tl.int64) // everyone * TOKENS + tl.arange(0, TOKENS)
+    share = tl.program_id(0) % everyone
     inside = token < tokens
-    slot = tl.load(slots + token, mask=inside, other=-1)
-    written = (slot >= 0) & (slot < slots_there)
-    page, offset = slot // PAGE, slot % PAGE
-    cos, sin = 1.0, 0.0
+    position = None
     if positions is not None:
         position = tl.load(positions + token, mask=inside, other=0).to(tl.int64)
-        cos, sin = cos_sin(position[:, None] * frequencies(step_high, step_low, BITS)[None, :])
-    first = program % shares * share
-    last = tl.minimum(first + share, q_heads + 2 * heads)
-    if q is not None:
-        _put(
-            q, token * q_n, q_h, q_d, out_q, token * q_heads * WIDTH, WIDTH, 1, None, cos, sin, i, inside, inside,
-            first, tl.minimum(last, q_heads), HALF, WIDTH, positions is not None,
-        )  # fmt: skip
-    first -= q_heads
-    last -= q_heads
-    _put(
-        k, token * k_n, k_h, k_d, k_cache, page * k_page + offset * k_slot, k_head, k_last, k_scale, cos, sin, i,
-        written, written, tl.maximum(first, 0), tl.minimum(last, heads), HALF, WIDTH, positions is not None,
-    )  # fmt: skip
-    _put(
-        v, token * v_n, v_h, v_d, v_cache, page * v_page + offset * v_slot, v_head, v_last, v_scale, cos, sin, i,
-        written, written, tl.maximum(first - heads, 0), last - heads, HALF, WIDTH, False,
-    )  # fmt: skip
+    if share < q_shares:
+        if q is not None:
+            _put(
+                q, token * q_n, q_h, q_d, out_q, token * q_heads * WIDTH, WIDTH, 1, None, position, step_high, step_low,
+                inside, inside, share * HEADS, q_heads, HALF, WIDTH, BITS, HEADS,
+            )  # fmt: skip
+    else:
+        slot = tl.load(slots + token, mask=inside, other=-1)
+        written = (slot >= 0) & (slot < slots_there)
+        page, offset = slot // PAGE, slot % PAGE
+        share -= q_shares
+        if share < shares:
+            _put(
+                k, token * k_n, k_h, k_d, k_cache, page * k_page + offset * k_slot, k_head, k_last, k_scale, position,
+                step_high, step_low, inside, written, share * HEADS, heads, HALF, WIDTH, BITS, HEADS,
+            )  # fmt: skip
+        else:
+            _put(
+                v, token * v_n, v_h, v_d, v_cache, page * v_page + offset * v_slot, v_head, v_last, v_scale, None,
+                step_high, step_low, inside, written, (share - shares) * HEADS, heads, HALF, WIDTH, BITS, HEADS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "length"])
@@ -180,17 +183,15 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
         k_cache, v_cache = _bytes(k_cache, v_cache)
         half = (width + 1) // 2
         bits = max(half - 1, 1).bit_length()
-        size = max(BYTES // k.element_size() >> bits, 1)
-        tiles = triton.cdiv(tokens, size)
-        everyone = q_heads + 2 * heads
-        share = triton.cdiv(everyone, min(triton.cdiv(PROGRAMS, tiles), everyone))
-        shares = triton.cdiv(everyone, share)
-        _append[(tiles * shares,)](
+        tile_heads = min(triton.next_power_of_2(heads), HEADS)
+        size = max(BYTES // k.element_size() // tile_heads >> bits, 1)
+        q_shares, shares = triton.cdiv(q_heads, tile_heads), triton.cdiv(heads, tile_heads)
+        _append[(triton.cdiv(tokens, size) * (q_shares + 2 * shares),)](
             q, k, v, slots.contiguous(), None if positions is None else positions.contiguous(), out_q,
             k_cache, v_cache, k_scale, v_scale, *(step_of(theta, half) if positions is not None else (1.0, 0.0)),
-            tokens, slots_there, share, shares, q_heads, heads,
+            tokens, slots_there, q_shares, shares, q_heads, heads,
             *((0, 0, 0) if q is None else q.stride()), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
-            PAGE=k_cache.shape[1], WIDTH=width, HALF=half, BITS=bits, TOKENS=size, num_warps=4,
+            PAGE=k_cache.shape[1], WIDTH=width, HALF=half, BITS=bits, TOKENS=size, HEADS=tile_heads, num_warps=4,
         )  # fmt: skip
     return out_q
 
