@@ -80,6 +80,26 @@ def flops_table(result: dict) -> list[str]:
     return _markdown(header, lines)
 
 
+def bytes_table(result: dict) -> list[str]:
+    """The same where a library is among the rivals, with the share of the copy's bandwidth that ours reaches."""
+    lines = []
+    for op, case, group, own in _groups(result):
+        best = {
+            name: best_rival([row for row in group if name in row["impl"]], op, case)
+            for name in ("eager", "compile", "FlashInfer")
+        }
+        rate = share = "-"
+        if own and not own["failed"]:
+            rate = f"{own['bytes'] / own['ms'] / 1e6:.0f}"
+            share = f"{100 * own['floor_ms'] / own['ms']:.0f}"
+        rival = _faster(own, best_rival(group, op, case))
+        shown = [_ms(best[name]) for name in best]
+        lines.append((op, case, _ms(own), f"{group[0]['floor_ms']:.3g}", rate, share, *shown, rival))
+    header = ("operator", "case", "ours, ms", "floor, ms", "GB/s", "% of copy", "eager, ms", "compiled, ms",
+              "FlashInfer, ms", "x best")  # fmt: skip
+    return _markdown(header, lines)
+
+
 def _tflops(row: dict | None) -> str:
     if row is None:
         return "-"
@@ -96,17 +116,20 @@ def _ms(row: dict | None) -> str:
     return "failed" if row["failed"] else f"{row['ms']:.3g}"
 
 
+TABLES = {"attn_flops": flops_table, "kv": bytes_table}
+
+
 def section(benchmark: str, folder: Path = RESULTS) -> str:
     """What stands between the markers."""
     parts = []
     for path, result in results(benchmark, folder).items():
         where = result["environment"]
         commit = (where["commit"] or "unknown")[:10] + (" with changes" if where["dirty"] else "")
-        lines = flops_table(result) if "matmul_flops_per_second" in result else table(result)
+        as_lines = TABLES.get(benchmark, table)
         unfinished = "" if result["complete"] else " The run was not finished."
         parts.append(
             f"{title(result)}; driver {where['driver']}, CUDA {where['cuda']}, commit {commit}, {where['date'][:10]}."
-            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(lines) + "\n"
+            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(as_lines(result)) + "\n"
         )
     return "\n".join(parts) or "No result has been recorded yet.\n"
 

@@ -178,7 +178,7 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.paged_attention, q, cache, cache, table, lens, q_positions=whole(512), **ragged)
     pages = ops.Pages(whole(B), whole(B), table, whole(1000, dtype=torch.int32), whole())
     yield partial(ops.take_pages_, pages, whole(B), offsets, N, 16)
-    yield partial(ops.commit_, pages, whole(B), offsets)
+    yield partial(ops.commit_pages_, pages, whole(B), offsets)
     yield partial(ops.free_pages_, pages, whole(B))
 
 

@@ -104,7 +104,7 @@ class PagePool:
 
     def commit(self, rows: Tensor, cu_seqlens: Tensor) -> None:
         """Count the tokens written since `prepare` as part of their rows; rows of -1 are passed over."""
-        ops.commit_(self.pages, rows, cu_seqlens)
+        ops.commit_pages_(self.pages, rows, cu_seqlens)
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of `rows` (R,) int64, each at most once; -1 is passed over."""

@@ -24,7 +24,7 @@ from .losses import (
 )
 from .pack import Depths, Packed, choose_depths, pack_depths
 from .paged_attention import attention_schedule, paged_attention
-from .pages import Pages, Taken, commit_, free_pages_, take_pages_
+from .pages import Pages, Taken, commit_pages_, free_pages_, take_pages_
 from .rope import rope
 from .route import Routed, route
 from .scatter_back import scatter_back, scatter_back_
@@ -41,7 +41,7 @@ __all__ = [
     "aux_loss",
     "balance_loss",
     "choose_depths",
-    "commit_",
+    "commit_pages_",
     "dead_token_ratio",
     "free_pages_",
     "gather",

@@ -29,7 +29,7 @@ def test_readme_is_up_to_date():
 
 
 def test_readme_has_the_sections_to_write():
-    assert {"routing", "attn_flops"} <= {
+    assert {"routing", "attn_flops", "kv"} <= {
         found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
     }
 
@@ -106,3 +106,12 @@ def test_operations_have_a_table_of_their_own(tmp_path):
 def test_partial_results_do_not_count(tmp_path):
     write(tmp_path, ROWS, "routing-a-card-partial")
     assert "No result" in report.section("routing", tmp_path)
+
+
+def test_a_table_of_bytes_has_rates_and_a_library(tmp_path):
+    rows = [row("eager", 0.5), row("FlashInfer", 0.25), row("triton", 0.125, ours=True)]
+    rows = [r | {"bytes": 3 * 10**8} for r in rows]
+    write(tmp_path, rows, "kv-a-card")
+    assert "| route | B2 | 0.125 | 0.1 | 2400 | 80 | 0.5 | - | 0.25 | 2.00 |" in report.section("kv", tmp_path)
+    write(tmp_path, [row("eager", 0.5), row("triton", None, True, "wrong")], "kv-a-card")
+    assert "| route | B2 | failed | 0.1 | - | - | 0.5 | - | - | - |" in report.section("kv", tmp_path)

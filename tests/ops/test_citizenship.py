@@ -169,7 +169,7 @@ def serve(q, k, v, k_cache, v_cache, pages, rows, positions):
     taken = ops.take_pages_(pages, rows, cu, len(rows), 4)
     q = ops.kv_append_(k, v, k_cache, v_cache, taken.slots, positions=positions, q=q)
     out = ops.paged_attention(q, k_cache, v_cache, pages.page_table, taken.k_lens, rows=taken.rows)
-    ops.commit_(pages, taken.rows, cu)
+    ops.commit_pages_(pages, taken.rows, cu)
     return out, taken.refused
 
 
@@ -187,7 +187,14 @@ def test_opcheck_of_serving(monkeypatch, device, backend):
         serve(*inputs, rows, rows + 1)
         ops.free_pages_(inputs[-1], rows)
     names = [op._schema.name.removeprefix("mor_kernels::") for op, _ in recorder.calls]
-    assert names == ["take_pages_", "kv_append_", "attention_schedule", "paged_attention", "commit_", "free_pages_"]
+    assert names == [
+        "take_pages_",
+        "kv_append_",
+        "attention_schedule",
+        "paged_attention",
+        "commit_pages_",
+        "free_pages_",
+    ]
     for op, args in recorder.calls:
         assert args[-1] == backend
         torch.library.opcheck(op, [a.clone() if isinstance(a, torch.Tensor) else a for a in args])
@@ -412,3 +419,6 @@ def test_more_than_two_to_the_31_elements():
     table = torch.tensor([[2**16]], dtype=torch.int32, device="cuda")
     k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 16], dtype=torch.int32, device="cuda"), 16)
     assert torch.equal(k, cache[-1])
+    lens = torch.tensor([16], dtype=torch.int32, device="cuda")
+    out = ops.paged_attention(torch.zeros_like(new), cache, cache, table, lens)
+    assert (out == 3 / 16).all()  # the mean of 15 zeros and a 3

@@ -162,8 +162,8 @@ BAD = [
         "free_pages_: page_table: expected a contiguous tensor, got strides",
     ),
     (
-        lambda: ops.commit_(PAGES, torch.tensor([0]), CU.long()),
-        "commit_: cu_seqlens: expected dtype int32, got torch.int64",
+        lambda: ops.commit_pages_(PAGES, torch.tensor([0]), CU.long()),
+        "commit_pages_: cu_seqlens: expected dtype int32, got torch.int64",
     ),
     (lambda: ops.rope(torch.ones(3), torch.arange(2)), r"rope: x: expected shape \(..., H, d\), got \(3\)"),
     (lambda: ops.rope(torch.ones(2, 1, 3), torch.arange(2)), "rope: x: expected an even last dimension, got 3"),

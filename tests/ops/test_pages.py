@@ -72,7 +72,7 @@ def test_equals_plain_accounts(device, backend, seed, rows, page_size, most, sla
         granted = chosen if slots is not None else [-1] * len(chosen)
         assert taken.rows.tolist() == granted
         assert taken.k_lens.tolist() == [plain.lengths[r] + n if r >= 0 else 0 for r, n in zip(granted, counts)]
-        ops.commit_(state, taken.rows, cu.to(device), backend=backend)
+        ops.commit_pages_(state, taken.rows, cu.to(device), backend=backend)
         for r, n in zip(granted, counts):
             if r >= 0:
                 plain.lengths[r] += n

@@ -42,6 +42,15 @@ def append_in_place():
         return old
 
 
+def pages_in_place(call):
+    """Lengths after a row took pages for three tokens, then what else was called."""
+    state = ops.Pages.new(1, 2, 2, "cpu")
+    lanes, starts = torch.tensor([0]), torch.tensor([0, 3], dtype=torch.int32)
+    taken = ops.take_pages_(state, lanes, starts, 3, 2)
+    call(state, taken, starts)
+    return state.lengths + taken.k_lens
+
+
 def scatter_in_place():
     with torch.no_grad():
         return ops.scatter_back_(x.clone(), routed.rows, routed.indices, routed.gates)
@@ -49,19 +58,25 @@ def scatter_in_place():
 
 CALLS = {
     "attention": lambda: ops.attention(q, k, v),
+    "attention_schedule": lambda: ops.attention_schedule(cu_seqlens[1:], H, G, 2),
     "attention_varlen": lambda: ops.attention_varlen(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, N, N
     ),
     "aux_loss": lambda: ops.aux_loss(routed.logits, routed.indices),
     "balance_loss": lambda: ops.balance_loss(logits.softmax(-1), depths),
     "choose_depths": lambda: ops.choose_depths(logits).probs,
+    "commit_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.commit_pages_(s, taken.rows, starts)),
     "dead_token_ratio": lambda: ops.dead_token_ratio(kept),
+    "free_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.free_pages_(s, taken.rows)),
     "gather": lambda: ops.gather(x.flatten(0, 1), rows),
     "kv_append": lambda: ops.kv_append(k.flatten(0, 1)[:3], v.flatten(0, 1)[:3], cache, cache, rows)[0],
     "kv_append_": append_in_place,
     "kv_lookup": lambda: ops.kv_lookup(cache, cache, pages, cu_seqlens, 2 * N)[0],
     "max_vio": lambda: ops.max_vio(counts),
     "pack_depths": lambda: ops.pack_depths(depths, NR).indices,
+    "paged_attention": lambda: ops.paged_attention(
+        q[:, 0].detach(), cache.detach(), cache.detach(), pages, cu_seqlens.diff()
+    ),
     "rope": lambda: ops.rope(q, torch.arange(N).expand(B, N)),
     "route": lambda: ops.route(x, weight, K).rows,
     "router_bias_update": lambda: ops.router_bias_update(torch.zeros(NR), counts),
@@ -69,6 +84,7 @@ CALLS = {
     "sampling_accuracy": lambda: ops.sampling_accuracy(~kept, kept),
     "scatter_back": lambda: ops.scatter_back(x, routed.rows, routed.indices, routed.gates),
     "scatter_back_": scatter_in_place,
+    "take_pages_": lambda: pages_in_place(lambda *_: None),
     "z_loss": lambda: ops.z_loss(logits),
 }
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from .._triton import cos_sin, frequencies, inverse_of, last_at_most, place, step_of, tile, to_e4m3
 
 HEADS = 4  # of a program of the append: what lies side by side in memory
-BYTES = 2048  # of halves of heads in a program: 16 a thread
+BYTES = 4096  # of halves of heads in a program: 64 a thread, in flight together
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
             k_cache, v_cache, k_scale, v_scale, *(step_of(theta, half) if positions is not None else (1.0, 0.0)),
             tokens, slots_there, q_shares, shares, q_heads, heads,
             *((0, 0, 0) if q is None else q.stride()), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
-            PAGE=k_cache.shape[1], WIDTH=width, HALF=half, BITS=bits, TOKENS=size, HEADS=tile_heads, num_warps=4,
+            PAGE=k_cache.shape[1], WIDTH=width, HALF=half, BITS=bits, TOKENS=size, HEADS=tile_heads, num_warps=2,
         )  # fmt: skip
     return out_q
 

@@ -1,9 +1,10 @@
 """Who owns which page: rows of ragged keys/values take pages, grow and give them back, without a word to the host.
 
 What a pass does with the rows of its lanes: :func:`take_pages_` finds the slots of the new tokens, the layers append to
-them and attend over the rows, and :func:`commit_` counts the tokens once, after the last layer (an increment at the
-first one would shift the others). All state is in tensors on the device, every op works on it in place and in an order
-that the lanes alone determine, so that a CUDA graph replays right at any number of active lanes: the others are -1.
+them and attend over the rows, and :func:`commit_pages_` counts the tokens once, after the last layer (an increment at
+the first one would shift the others). All state is in tensors on the device, and every op works on it in place and in
+an order that the lanes alone determine, so that a CUDA graph replays right at any number of active lanes: the others
+are -1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _take = define(
     triton=deferred(f"{__name__}.triton", "take"),
 )
 _commit = define(
-    "commit_(Tensor(a!) lengths, Tensor rows, Tensor cu_seqlens, str backend) -> ()",
+    "commit_pages_(Tensor(a!) lengths, Tensor rows, Tensor cu_seqlens, str backend) -> ()",
     fake=lambda *_: None,
     eager=eager.commit,
     triton=deferred(f"{__name__}.triton", "commit"),
@@ -122,7 +123,7 @@ def take_pages_(
     return Taken(*_take(*pages, rows, cu_seqlens, total, page_size, resolve(op, backend, rows)))
 
 
-def commit_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *, backend: str | None = None) -> None:
+def commit_pages_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *, backend: str | None = None) -> None:
     """Count the tokens written since :func:`take_pages_` as part of their rows.
 
     Args:
@@ -130,7 +131,7 @@ def commit_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *, backe
         rows: (R,) int64, as ``Taken`` has them; -1 is passed over.
         cu_seqlens: (R+1,) int32, as they were given.
     """
-    op = "commit_"
+    op = "commit_pages_"
     _check(op, pages, rows, cu_seqlens)
     _commit(pages.lengths, rows, cu_seqlens, resolve(op, backend, rows))
 

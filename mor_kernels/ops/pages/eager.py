@@ -63,7 +63,7 @@ def take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, t
 
 
 def commit(lengths, rows, cu_seqlens):
-    _check("commit_", lengths, rows)
+    _check("commit_pages_", lengths, rows)
     if lengths.shape[0]:
         lengths.add_(_by_row(cu_seqlens.diff().long(), rows, lengths.shape[0], 0))
 
