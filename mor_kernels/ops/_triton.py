@@ -164,7 +164,7 @@ def from_e4m3(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
     else:
         # the bits of an fp16 number that is 2^-8 of it, smaller ones included
         wide = x.to(tl.int16)
-        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
 
 

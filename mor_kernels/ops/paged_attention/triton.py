@@ -117,6 +117,15 @@ def _cached(
 
 
 @triton.jit
+def _as_fp16(q):
+    """Rows in fp16 and the power of two of each that was taken out, so that the largest is in [1, 2): e4m3 becomes fp16
+    in one instruction for two, and bf16 in several."""
+    size = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = ((254 << 23) - size).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * inverse[:, None]).to(tl.float16), size.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _merge(
     sums, statistics, first, parts, g, groups, row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
@@ -194,9 +203,12 @@ def _forward(
         position = tl.minimum(position, last - 1)
         k_cache += g.to(tl.int64) * k_head
         v_cache += g.to(tl.int64) * v_head
-        factor = scale * LOG2_E
+        factor = tl.full((BLOCK_M,), scale * LOG2_E, tl.float32)
         if k_scale is not None:
             factor *= tl.load(k_scale + g)
+        if k_cache.dtype.element_ty == tl.uint8 and q_tile.dtype != tl.float32:
+            q_tile, power = _as_fp16(q_tile)
+            factor *= power
         n = tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -208,7 +220,7 @@ def _forward(
             offset = (key % PAGE).to(tl.int64)
             k_tile = _cached(k_cache, page, offset, k_page, k_slot, d, inside, WIDTH, q_tile.dtype, NATIVE)
             v_tile = _cached(v_cache, page, offset, v_page, v_slot, d, inside, WIDTH, q_tile.dtype, NATIVE)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * factor
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * factor[:, None]
             s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
             new_largest = tl.maximum(largest, tl.max(s, 1))
             p = tl.exp2(s - new_largest[:, None])
@@ -241,11 +253,14 @@ def _rowwise(cache: torch.Tensor) -> torch.Tensor:
     return cache if cache.stride(3) == 1 else cache.contiguous()
 
 
-def _setting(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys of a tile, warps and stages of the pipeline that copies tiles ahead."""
+def _setting(block_m: int, block_d: int, dtype: torch.dtype, programs: int) -> tuple[int, int, int]:
+    """Keys of a tile, warps and stages of the pipeline that copies tiles ahead, as measured: with many lanes small
+    programs, of which more fit, are faster; with few they are too slow each."""
     if dtype == torch.float32 or block_d > 128:
         return 32, 4, 3
-    return 64, 2, 5 if block_d <= 64 else 3
+    if block_m > 16:
+        return 64, 4, 3
+    return (32, 1, 5) if block_d <= 64 and programs >= 1056 else (64, 2, 5)
 
 
 def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
@@ -279,7 +294,7 @@ def paged_attention(
     block_q = queries_of_a_tile(lanes, group, n, cu_seqlens_q)
     block_h = triton.next_power_of_2(block_q * group)
     block_d = max(triton.next_power_of_2(width), 16)
-    block_n, num_warps, num_stages = _setting(block_d, q.dtype)
+    block_n, num_warps, num_stages = _setting(block_h, block_d, q.dtype, lanes * groups)
     partial = q.new_empty(parts * groups * block_q * group, width + 2, dtype=torch.float32)
     sums, statistics = partial.flatten()[: len(partial) * width], partial.flatten()[len(partial) * width :]
     _forward[(parts * groups,)](
