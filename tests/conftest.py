@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -15,6 +16,11 @@ from mor_kernels.ops.paged_attention import _parts
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the kernels run in Triton's interpreter
     _parts.PROGRAMS = 8  # where each program that has nothing to do still takes a millisecond
+    if importlib.util.find_spec("triton"):
+        from triton.runtime.interpreter import interpreter_builder
+
+        if hasattr(interpreter_builder.options, "sanitize_overflow"):  # it builds checks, and then drops them
+            interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):
     # Two faults of its interpreter, either of which writes where a kernel doesn't: it sums int32 to int64, and a store
