@@ -163,7 +163,7 @@ def scenarios() -> Iterator[Callable]:
         cache = floats(1000, 16, groups, width, dtype=dtype).detach()
         yield partial(ops.paged_attention, q, cache, cache, table, lens)
         yield partial(ops.kv_append_, new, new, cache, cache, whole(B), positions=whole(B), q=q)
-    for width, dtype, heads, groups in (ATTENTION[2], ATTENTION[4]):
+    for width, dtype, heads, groups in ATTENTION[:1]:
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()
         cache, scale = whole(1000, 16, groups, width, dtype=torch.float8_e4m3fn), floats(groups).detach()
         scales = {"k_scale": scale, "v_scale": scale}
