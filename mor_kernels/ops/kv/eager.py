@@ -9,16 +9,9 @@ LARGEST = 448.0  # of e4m3
 
 
 def turned(x, positions, theta):
-    """x (n, heads, d) turned by the positions, in the dtype that angles are computed in; see :mod:`..rope.eager`."""
+    """x (n, heads, d) turned by the positions, not rounded back from the dtype that angles are computed in."""
     x = x.to(wide(x.dtype))
-    if positions is None:
-        return x
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=x.dtype) / half)
-    angle = (positions[:, None].to(x.dtype) * frequency)[:, None, :]
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return x if positions is None else torch.ops.mor_kernels.rope(x, None, positions, theta, False, "eager")[0]
 
 
 def stored(x, dtype, scale):
