@@ -121,6 +121,16 @@ def test_split_rows_equal_reference(much_split, device, backend, stored):
 
 
 @s.targets("paged_attention")
+@pytest.mark.parametrize("counts", [[0, 70, 1, 0], [2, 2, 3, 40], [1, 1, 1, 1]], ids=str)
+def test_many_queries_in_one_lane(device, backend, counts):
+    """Tiles that are full beside some that hardly are, and padding for more than one tile."""
+    lens = torch.tensor([9, 75, 1, 50], dtype=torch.int32)
+    *caches, table, scales = pool(lens, 16, 2, 8, 0, torch.float32)
+    q = s.normal((sum(counts) + 40, 6, 8), 1, torch.float32)
+    check(device, backend, q, caches, table, lens, scales, cu_seqlens_q=s.cu_seqlens(torch.tensor(counts)))
+
+
+@s.targets("paged_attention")
 def test_a_long_row(device, backend):
     """4,096 keys: parts are merged in fp32."""
     lens = torch.tensor([4096, 3], dtype=torch.int32)

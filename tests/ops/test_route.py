@@ -297,7 +297,9 @@ def test_rows_are_independent():
     together = ops.route(x, weight, 3, seqlens=torch.tensor([8, 0, 5]))
     for b, n in enumerate([8, 0, 5]):
         alone = ops.route(x[b : b + 1], weight, 3, seqlens=torch.tensor([n]))
-        assert all(torch.equal(one[0], other[b]) for one, other in zip(alone, together))
+        for name, one, other in zip(alone._fields, alone, together):
+            # a processor's vector instructions and those for the elements that are left round a sigmoid differently
+            torch.testing.assert_close(one[0], other[b], rtol=4e-16 if name == "gates" else 0, atol=0)
 
 
 @s.targets("route")

@@ -17,7 +17,7 @@ from ._parts import FIELDS, most_parts
 
 
 def _empty_schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
-    return k_lens.new_empty(most_parts(k_lens.shape[0], groups, queries, cu_seqlens_q) * (FIELDS + groups))
+    return k_lens.new_empty(most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q) * (FIELDS + groups))
 
 
 _schedule = define(
@@ -148,7 +148,7 @@ def paged_attention(
     if schedule is None:
         schedule = _schedule(k_lens, heads, groups, q.shape[0], rows, cu_seqlens_q, named)
     else:
-        size = most_parts(lanes, groups, q.shape[0], cu_seqlens_q) * (FIELDS + groups)
+        size = most_parts(lanes, heads, groups, q.shape[0], cu_seqlens_q) * (FIELDS + groups)
         _checks.tensor(op, "schedule", schedule, (size,), (torch.int32,), q)
     lengths = k_lens, schedule, rows, cu_seqlens_q
     return _op(q, k_cache, v_cache, page_table, *lengths, q_positions, k_scale, v_scale, scale, named)

@@ -253,19 +253,16 @@ def _rowwise(cache: torch.Tensor) -> torch.Tensor:
     return cache if cache.stride(3) == 1 else cache.contiguous()
 
 
-def _setting(block_m: int, block_d: int, dtype: torch.dtype, programs: int) -> tuple[int, int, int]:
-    """Keys of a tile, warps and stages of the pipeline that copies tiles ahead, as measured: with many lanes small
-    programs, of which more fit, are faster; with few they are too slow each."""
+def _setting(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Keys of a tile, warps and stages of the pipeline that copies tiles ahead, as measured."""
     if dtype == torch.float32 or block_d > 128:
         return 32, 4, 3
-    if block_m > 16:
-        return 64, 4, 3
-    return (32, 1, 5) if block_d <= 64 and programs >= 1056 else (64, 2, 5)
+    return (64, 4, 3) if block_m > 16 else (64, 2, 5)
 
 
 def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
     lanes = k_lens.shape[0]
-    parts = most_parts(lanes, groups, queries, cu_seqlens_q)
+    parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
     out = k_lens.new_empty(parts * (FIELDS + groups))
     _schedule[(1,)](
@@ -290,11 +287,11 @@ def paged_attention(
     q = q if q.stride(2) == 1 else q.contiguous()
     k_cache, v_cache, page_table = _rowwise(k_cache), _rowwise(v_cache), page_table.contiguous()
     group = heads // groups
-    parts = most_parts(lanes, groups, n, cu_seqlens_q)
+    parts = most_parts(lanes, heads, groups, n, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, group, n, cu_seqlens_q)
     block_h = triton.next_power_of_2(block_q * group)
     block_d = max(triton.next_power_of_2(width), 16)
-    block_n, num_warps, num_stages = _setting(block_h, block_d, q.dtype, lanes * groups)
+    block_n, num_warps, num_stages = _setting(block_h, block_d, q.dtype)
     partial = q.new_empty(parts * groups * block_q * group, width + 2, dtype=torch.float32)
     sums, statistics = partial.flatten()[: len(partial) * width], partial.flatten()[len(partial) * width :]
     _forward[(parts * groups,)](
