@@ -127,16 +127,16 @@ def _as_fp16(q):
 
 @triton.jit
 def _merge(
-    sums, statistics, first, parts, g, groups, row,
+    sums, statistics, first, parts, g, groups, row, inside,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """acc / l of rows, from ``parts`` parts."""
+    """acc / l of the rows that are ``inside``, from ``parts`` parts."""
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, MERGED)
     acc = tl.zeros((row.shape[0], BLOCK_D), tl.float32)
     total = tl.zeros((row.shape[0],), tl.float32)
     largest = tl.full((row.shape[0],), LEAST, tl.float32)
     for at in range(0, parts, MERGED):
-        mask = (at + s < parts)[:, None] & (row < ROWS)[None, :]
+        mask = (at + s < parts)[:, None] & inside[None, :]
         index = ((first + at + s).to(tl.int64) * groups + g)[:, None] * ROWS + row[None, :]
         m = tl.load(statistics + index * 2, mask=mask, other=LEAST, cache_modifier=".cg")
         l = tl.load(statistics + index * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
@@ -243,7 +243,9 @@ def _forward(
                 tl.store(counter, 0)
                 h = tl.arange(0, BLOCK_H)
                 inside = (h < ROWS) & (h // GROUP < left)
-                merged = _merge(sums, statistics, first_part, splits, g, groups, h, ROWS, WIDTH, BLOCK_D, MERGED)
+                merged = _merge(
+                    sums, statistics, first_part, splits, g, groups, h, inside, ROWS, WIDTH, BLOCK_D, MERGED
+                )
                 _write(out, merged, query + h // GROUP, g * GROUP + h % GROUP, groups * GROUP, inside, WIDTH, BLOCK_D)
 
 
