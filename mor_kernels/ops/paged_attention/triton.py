@@ -147,8 +147,11 @@ def _merge(
         new_largest = tl.maximum(largest, tl.max(m, 0))
         weight = tl.exp2(m - new_largest[None, :])
         fade = tl.exp2(largest - new_largest)
-        total = total * fade + tl.sum(weight * l, 0)
-        acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        # Threads add the same products, each from its own side. A plain product would be fused with the addition, and
+        # which of two is then rounded would depend on the side.
+        total = total * fade + tl.sum(tl.fma(weight, l, tl.zeros_like(l)), 0)
+        weights = tl.broadcast_to(weight[:, :, None], part.shape)
+        acc = acc * fade[:, None] + tl.sum(tl.fma(weights, part, tl.zeros_like(part)), 0)
         largest = new_largest
     return _normalized(acc, total)
 

@@ -70,10 +70,11 @@ def _take(
     tl.store(free_count, free - taken)
     tl.debug_barrier()  # the page table is complete
 
+    tokens = tl.where(good, total, 0)
     for first in range(0, total, LANES):
         token = first + tl.arange(0, LANES)
         lane = last_at_most(cu_seqlens, token, lanes + 1)
-        there = good & (token < total) & (lane < lanes)
+        there = (token < tokens) & (lane < lanes)
         row = tl.load(rows + lane, mask=there, other=-1)
         there = there & (row >= 0)
         index = tl.load(lengths + row, mask=there, other=0) + token - tl.load(cu_seqlens + lane, mask=there, other=0)

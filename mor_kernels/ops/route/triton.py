@@ -202,7 +202,7 @@ def _refine(key, shared, stage, k, chunks):
                 tl.store(shared + KEPT, want)
             settled = enough >= 1 << 16
             later = tl.arange(0, 4)
-            publish = (later == stage) | (settled & (later > stage) & (later < 3))
+            publish = (later >= stage) & (later < tl.where(settled, 3, stage + 1))
             tl.store(shared + WANT + later, tl.where(settled, ALL, want - above), mask=publish)
             tl.store(shared + THRESHOLD + later, threshold | ((found ^ sign) << shift), mask=publish)
 
