@@ -71,6 +71,7 @@ FADE = gl.constexpr(
 )
 FADE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a warp group; its name until Triton 3.6
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name until Triton 3.7
 
 
 @builtin
@@ -198,15 +199,15 @@ def _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GRO
 @gluon.jit
 def _copy(tiles, at, ready, tile):
     mbarrier.expect(ready, tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(tiles, at, ready, tile)
+    load(tiles, at, ready, tile)
 
 
 @gluon.jit
 def _copy_two(tiles_1, tiles_2, at_1, at_2, ready, tile_1, tile_2):
     """Both copies complete ``ready``."""
     mbarrier.expect(ready, tiles_1.block_type.nbytes + tiles_2.block_type.nbytes)
-    tma.async_copy_global_to_shared(tiles_1, at_1, ready, tile_1)
-    tma.async_copy_global_to_shared(tiles_2, at_2, ready, tile_2)
+    load(tiles_1, at_1, ready, tile_1)
+    load(tiles_2, at_2, ready, tile_2)
 
 
 @gluon.jit

@@ -209,9 +209,10 @@ def _forward(
         factor = tl.full((BLOCK_M,), scale * LOG2_E, tl.float32)
         if k_scale is not None:
             factor *= tl.load(k_scale + g)
-        if k_cache.dtype.element_ty == tl.uint8 and q_tile.dtype != tl.float32:
-            q_tile, power = _as_fp16(q_tile)
-            factor *= power
+        if k_cache.dtype.element_ty == tl.uint8:
+            if q_tile.dtype != tl.float32:
+                q_tile, power = _as_fp16(q_tile)
+                factor *= power
         n = tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
