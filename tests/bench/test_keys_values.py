@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from bench import harness, kv
+from bench import kv
 from bench.harness import Mismatch
+from tests.bench import checks
 
 TINY = {"batches": (1, 5), "means": (9, 40, 41), "page_sizes": (4, 16), "prompts": (33,)}
 CASES = kv.make_cases("cpu", functools.partial(torch.compile, backend="eager", fullgraph=True), **TINY)
@@ -14,10 +15,7 @@ CASES = kv.make_cases("cpu", functools.partial(torch.compile, backend="eager", f
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
 def test_every_implementation_passes(case):
-    torch._dynamo.reset()
-    assert [i.ours for i in case.implementations] == [False] * (len(case.implementations) - 1) + [True]
-    for implementation in case.implementations:
-        assert 0 <= harness.verify(case, implementation) <= 1
+    checks.every_implementation_passes(case)
 
 
 def test_the_default_cases_are_those_of_the_targets():

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import harness, routing
+from bench import routing
 from bench.harness import Mismatch
+from tests.bench import checks
 
 SHAPES = ((2, 24, 16, 9), (1, 15, 8, 15))
 TINY = {"route": SHAPES, "scatter": SHAPES, "selection": ((2, 24, 9),), "pack": (3, 11, 3), "aux": (2, 24, 9)}
@@ -16,10 +17,7 @@ CASES = routing.make_cases("cpu", functools.partial(torch.compile, backend="eage
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
 def test_every_implementation_passes(case):
-    torch._dynamo.reset()
-    assert [i.ours for i in case.implementations] == [False] * (len(case.implementations) - 1) + [True]
-    for implementation in case.implementations:
-        assert 0 <= harness.verify(case, implementation) <= 1
+    checks.every_implementation_passes(case)
 
 
 def test_inputs_are_the_same_for_one_seed_and_differ_between_seeds():
