@@ -14,12 +14,14 @@ _forward = define(
     fake=lambda x, indices: x.new_empty(indices.shape[0], *x.shape[1:]),
     eager=eager.gather,
     triton=deferred(f"{__name__}.triton", "gather"),
+    cuda=deferred(f"{__name__}.cuda", "gather"),
 )
 _backward = define(
     "gather_backward(Tensor d_rows, Tensor indices, SymInt length, str backend) -> Tensor",
     fake=lambda d_rows, indices, length: d_rows.new_empty(length, *d_rows.shape[1:]),
     eager=eager.gather_backward,
     triton=deferred(f"{__name__}.triton", "gather_backward"),
+    cuda=deferred(f"{__name__}.cuda", "gather_backward"),
 )
 
 

@@ -1,0 +1,14 @@
+// mor_kernels._C: the launchers of launch.h. It imports on a machine without a GPU or a driver, and with any torch.
+#include <pybind11/pybind11.h>
+
+#include "launch.h"
+
+PYBIND11_MODULE(_C, m) {
+  using namespace mor;
+  m.attr("architectures") = MOR_ARCHITECTURES;  // as in CMAKE_CUDA_ARCHITECTURES
+  m.attr("cuda") = MOR_CUDA_VERSION;            // of the compiler
+  m.def("device_refusal", &device_refusal);
+  m.def("gather", &gather);
+  m.def("gather_backward", &gather_backward);
+  m.def("invert", &invert);
+}

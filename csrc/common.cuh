@@ -1,0 +1,152 @@
+// What the kernels share. They load any dtype and compute in fp32; offsets are 64-bit before they are multiplied by a
+// stride. A launcher takes device addresses, sizes and strides in elements, and the stream; no torch header is included,
+// so that one build serves every version of it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+#include "launch.h"
+
+namespace mor {
+
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+
+constexpr int kWarp = 32;
+constexpr unsigned kAll = 0xffffffffu;  // lanes
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+inline cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+template <class T>
+constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+// f(T{}) for the T that a dtype's code stands for
+template <class F>
+void with_float(int dtype, F f) {
+  switch (dtype) {
+    case kF32: return f(float{});
+    case kBF16: return f(bf16{});
+    case kF16: return f(fp16{});
+    default: throw std::invalid_argument("dtype: expected float32, bfloat16 or float16");
+  }
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(fp16 x) { return __half2float(x); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ fp16 from_float<fp16>(float x) { return __float2half_rn(x); }
+
+// N elements that travel together, 16 bytes at the most; a pointer to one is a multiple of its size.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+
+// elements of T in 16 bytes
+template <class T>
+constexpr int kWide = 16 / sizeof(T);
+
+// Read once: it need not stay in any cache.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_once(const T* from) {
+  static_assert(sizeof(T) * N == 16);
+  const int4 bits = __ldcs(reinterpret_cast<const int4*>(from));
+  return *reinterpret_cast<const Pack<T, N>*>(&bits);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_once(T* to, const Pack<T, N>& pack) {
+  static_assert(sizeof(T) * N == 16);
+  __stcs(reinterpret_cast<int4*>(to), *reinterpret_cast<const int4*>(&pack));
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+// Infinities as the largest finite number; NaN stays.
+__device__ __forceinline__ float bounded(float x, float largest = 3.402823466e38f) {
+  x = x > largest ? largest : x;
+  return x < -largest ? -largest : x;
+}
+
+// 1 / (1 + e^-x), tanh x, or x
+__device__ __forceinline__ float activate(float x, int activation) {
+  if (activation == kSigmoid) return 1.0f / (1.0f + expf(-x));
+  return activation == kTanh ? tanhf(x) : x;
+}
+
+// Whether rows at these addresses and strides can be read and written 16 bytes at a time.
+template <class T>
+bool aligned(std::initializer_list<Address> addresses, std::initializer_list<int64_t> strides) {
+  const auto even = [](auto number, int unit) { return number % unit == 0; };
+  return std::all_of(addresses.begin(), addresses.end(), [&](Address a) { return even(a, 16); }) &&
+         std::all_of(strides.begin(), strides.end(), [&](int64_t s) { return even(s, kWide<T>); });
+}
+
+// A warp copies a row, N elements a lane, or writes zeros where there is none.
+template <class T, int N>
+__device__ __forceinline__ void copy_row(const T* source, int64_t stride, T* target, bool there, int width) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll 4
+  for (int d = lane * N; d < width; d += kWarp * N) {
+    if constexpr (N == 1) {
+      target[d] = there ? source[d * stride] : from_float<T>(0.0f);
+    } else {
+      Pack<T, N> pack{};
+      if (there) pack = load_once<T, N>(source + d);
+      store_once(target + d, pack);
+    }
+  }
+}
+
+// Where `position` stands among the indices, given their inverse, of which what no index names is unwritten; or -1.
+__device__ __forceinline__ int64_t place(const int64_t* indices, const int* inverse, int64_t position, int64_t k) {
+  const int64_t j = inverse[position];
+  return j >= 0 && j < k && indices[j] == position ? j : -1;
+}
+
+// Where `position` stands among `count` ascending positions that end in -1s; -1 if it doesn't.
+template <class T>
+__device__ int64_t find(const T* ascending, int64_t position, int64_t count) {
+  int64_t low = 0, high = count;  // what is before low is smaller, what is from high on isn't
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    const T found = ascending[middle];
+    if (found >= 0 && found < position) low = middle + 1; else high = middle;
+  }
+  return low < count && ascending[low] == position ? low : -1;
+}
+
+}  // namespace mor

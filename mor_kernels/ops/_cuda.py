@@ -1,0 +1,35 @@
+"""What the launchers of the CUDA kernels (``csrc/``) share; they take addresses and the stream, see ``csrc/launch.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _C
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+ACTIVATIONS = {"none": 0, "sigmoid": 1, "tanh": 2}
+RESIDUALS = {"block": 0, "delta": 1, "none": 2}
+
+
+def launch(function, *arguments) -> None:
+    """Call a launcher with the addresses of tensors (0 for None), dtypes by their code, and other arguments as they
+    are; on the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    function(*map(_plain, arguments), stream)
+
+
+def _plain(argument):
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, torch.dtype):
+        return DTYPES[argument]
+    return 0 if argument is None else argument
+
+
+def inverse_of(indices: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, length) int32: where each position stands among its row of the contiguous indices (B, k). What no index names
+    is left unwritten: only a j for which ``indices[b, j]`` is the position asked for is one."""
+    batch, k = indices.shape
+    inverse = torch.empty(batch, length, dtype=torch.int32, device=indices.device)
+    launch(_C.invert, indices, inverse, batch, k, length)
+    return inverse
