@@ -1,6 +1,6 @@
-# make demo, make test: each sets up .venv by itself, at the first run or when pyproject.toml changed.
+# make demo, make test: each sets up .venv by itself, at the first run or when pyproject.toml or a CUDA kernel changed.
 # PY=/path/to/python chooses the interpreter to build it on, MOR_TORCH="..." the torch that pip installs there;
-# SOURCE=file is the text that the demo is trained on.
+# SOURCE=file is the text that the demo is trained on; MOR_CUDA=0 leaves the CUDA kernels out, see setup.py.
 # make aot: the Triton kernels, compiled for A100 and H100 without a GPU, and what became of them; TRITON=3.6.0 does it
 # with that Triton, in a folder of its own, in place of the installed one.
 PY ?=
@@ -35,4 +35,4 @@ env:
 	@$(or $(PY),python3) tools/bootstrap.py $(if $(PY),,--find)
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist *.egg-info mor_kernels/_C*.so

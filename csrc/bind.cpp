@@ -8,7 +8,13 @@ PYBIND11_MODULE(_C, m) {
   m.attr("architectures") = MOR_ARCHITECTURES;  // as in CMAKE_CUDA_ARCHITECTURES
   m.attr("cuda") = MOR_CUDA_VERSION;            // of the compiler
   m.def("device_refusal", &device_refusal);
+  m.def("depth_step", &depth_step);
   m.def("gather", &gather);
   m.def("gather_backward", &gather_backward);
   m.def("invert", &invert);
+  m.def("route_backward", &route_backward);
+  m.def("route_backward_blocks", &route_backward_blocks);
+  m.def("scatter_back", &scatter_back);
+  m.def("scatter_back_backward", &scatter_back_backward);
+  m.def("route", &route);
 }

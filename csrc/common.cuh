@@ -12,6 +12,7 @@
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "launch.h"
 
@@ -65,6 +66,11 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloa
 template <>
 __device__ __forceinline__ fp16 from_float<fp16>(float x) { return __float2half_rn(x); }
 
+__device__ __forceinline__ float load_any(const void* from, int dtype, int64_t i) {
+  if (dtype == kF32) return static_cast<const float*>(from)[i];
+  return dtype == kBF16 ? to_float(static_cast<const bf16*>(from)[i]) : to_float(static_cast<const fp16*>(from)[i]);
+}
+
 // N elements that travel together, 16 bytes at the most; a pointer to one is a multiple of its size.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Pack {
@@ -89,6 +95,100 @@ __device__ __forceinline__ void store_once(T* to, const Pack<T, N>& pack) {
   __stcs(reinterpret_cast<int4*>(to), *reinterpret_cast<const int4*>(&pack));
 }
 
+// N elements that are kept in registers, as 32-bit words: elements of 16 bits would take a register each.
+template <class T, int N>
+struct Held {
+  unsigned words[sizeof(T) * N / 4];
+};
+template <class T>
+struct Held<T, 1> {
+  T at;
+};
+
+// A row's elements from d on, 16 or 8 bytes of them or one, that are read once.
+template <class T, int N>
+__device__ __forceinline__ Held<T, N> load_held(const T* row, int d, int64_t stride) {
+  Held<T, N> held;
+  if constexpr (N == 1) {
+    held.at = row[d * stride];
+  } else if constexpr (sizeof(T) * N == 16) {
+    const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(row + d));
+    held.words[0] = bits.x, held.words[1] = bits.y, held.words[2] = bits.z, held.words[3] = bits.w;
+  } else {
+    const uint2 bits = __ldcs(reinterpret_cast<const uint2*>(row + d));
+    held.words[0] = bits.x, held.words[1] = bits.y;
+  }
+  return held;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_held(T* row, int d, int64_t stride, const Held<T, N>& held) {
+  if constexpr (N == 1) {
+    row[d * stride] = held.at;
+  } else if constexpr (sizeof(T) * N == 16) {
+    const uint4 bits{held.words[0], held.words[1], held.words[2], held.words[3]};
+    __stcs(reinterpret_cast<uint4*>(row + d), bits);
+  } else {
+    __stcs(reinterpret_cast<uint2*>(row + d), uint2{held.words[0], held.words[1]});
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void to_floats(const Held<T, N>& held, float (&x)[N]) {
+  if constexpr (N == 1) {
+    x[0] = to_float(held.at);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        x[i] = __uint_as_float(held.words[i]);
+      } else if constexpr (std::is_same_v<T, bf16>) {
+        x[i] = __uint_as_float(i % 2 ? held.words[i / 2] & 0xffff0000u : held.words[i / 2] << 16);
+      } else {
+        x[i] = __half2float(__ushort_as_half(held.words[i / 2] >> (i % 2 * 16)));
+      }
+    }
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ Held<T, N> from_floats(const float (&x)[N]) {
+  Held<T, N> held;
+  if constexpr (N == 1) {
+    held.at = from_float<T>(x[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 4 / sizeof(T)) {
+      unsigned& word = held.words[i * sizeof(T) / 4];
+      if constexpr (sizeof(T) == 4) {
+        word = __float_as_uint(x[i]);
+      } else if constexpr (std::is_same_v<T, bf16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[i], x[i + 1]);
+        word = reinterpret_cast<const unsigned&>(pair);
+      } else {
+        const __half2 pair = __floats2half2_rn(x[i], x[i + 1]);
+        word = reinterpret_cast<const unsigned&>(pair);
+      }
+    }
+  }
+  return held;
+}
+
+// Read once by this multiprocessor, but perhaps again by another: it stays in L2.
+__device__ __forceinline__ int4 load_through(const int4* from) {
+  int4 bits;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w) : "l"(from));
+  return bits;
+}
+
+// What was there before; the block's writes before its last barrier are seen by who sees the sum, and the other way.
+__device__ __forceinline__ int add_acq_rel(int* to, int value) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
@@ -105,6 +205,43 @@ __device__ __forceinline__ float bounded(float x, float largest = 3.402823466e38
 __device__ __forceinline__ float activate(float x, int activation) {
   if (activation == kSigmoid) return 1.0f / (1.0f + expf(-x));
   return activation == kTanh ? tanhf(x) : x;
+}
+
+struct Device {
+  int multiprocessors;
+  int shared_memory;  // bytes that a block may have
+  bool early;         // a kernel can begin before the one before it is over
+};
+
+// Of the current one.
+const Device& device();
+
+// With `early`, the kernel may begin once all blocks of the one before it have called let_next_begin() or ended; what
+// that one writes can be read, and what it uses be written, after await_previous().
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, int threads, bool early, Address stream, A... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.stream = stream_of(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early && device().early;
+  check(cudaLaunchKernelEx(&config, kernel, P(arguments)...), "launch");
+}
+
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+__device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
 }
 
 // Whether rows at these addresses and strides can be read and written 16 bytes at a time.

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "common.cuh"
 
 namespace mor {
@@ -11,6 +13,26 @@ std::string device_refusal() {
   if (error == cudaSuccess) return "";
   cudaGetLastError();
   return cudaGetErrorString(error);
+}
+
+const Device& device() {
+  constexpr int kMost = 64;
+  static Device known[kMost];
+  static std::atomic<bool> there[kMost];
+  int index;
+  check(cudaGetDevice(&index), "cudaGetDevice");
+  if (index >= kMost) throw std::runtime_error("device: expected an index below 64");
+  if (!there[index]) {  // threads that come at once write the same
+    Device found;
+    check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "device");
+    check(cudaDeviceGetAttribute(&found.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "device");
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, nothing), "device");
+    found.early = attributes.ptxVersion >= 90;  // else await_previous() isn't in the code
+    known[index] = found;
+    there[index] = true;
+  }
+  return known[index];
 }
 
 }  // namespace mor

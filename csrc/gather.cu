@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kWarps * kWarp) gather_kernel(
 // inverse[indices[j]] = j; what no index names stays as it was, see place()
 __global__ void invert_kernel(const int64_t* __restrict__ indices, int* __restrict__ inverse, int64_t k, int64_t length,
                               int64_t batch) {
+  let_next_begin();
   const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= batch * k) return;
   const int64_t index = indices[at];

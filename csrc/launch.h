@@ -23,4 +23,37 @@ void gather_backward(Address d_rows, Address indices, Address inverse, Address d
                      int dtype, Address stream);
 void invert(Address indices, Address inverse, int64_t batch, int64_t k, int64_t length, Address stream);
 
+// route_backward.cu; partial is (blocks, width), and blocks 0 if there are no rows
+int route_backward_blocks(int64_t rows);
+void route_backward(Address d_rows, Address d_gates, Address d_logits, Address x, Address weight, Address logits,
+                    Address candidates, Address of_candidates, Address seqlens, Address indices, Address of_indices,
+                    Address d_x, Address d_weight, Address d_ready, Address partial, int blocks, int batch, int length,
+                    int scored, int k, int width, int64_t x_b, int64_t x_n, int64_t x_d, int seqlens_dtype,
+                    int activation, double alpha, double temperature, int dtype, int weight_dtype, Address stream);
+
+// scatter_back.cu; without an inverse, in place: out is x
+void scatter_back(Address x, Address update, Address indices, Address inverse, Address gates, Address out,
+                  int batch, int length, int k, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b,
+                  int64_t f_k, int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream);
+void scatter_back_backward(Address d_out, Address x, Address update, Address indices, Address inverse, Address gates,
+                           Address d_x, Address d_update, Address d_gates, int batch, int length, int k,
+                           int64_t y_b, int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b,
+                           int64_t f_k, int64_t f_d, int width, int residual, int dtype, int update_dtype,
+                           Address stream);
+
+// depth_step.cu
+void depth_step(Address x, Address update, Address logits, Address recursions, Address weight, Address last,
+                Address replayed, Address aux_weight, Address goes_on, int64_t n, int64_t routers, int width,
+                int64_t x_n, int64_t x_d, int64_t f_n, int64_t f_d, int64_t logits_n, int activation, double alpha,
+                double temperature, int residual, int dtype, int update_dtype, int weight_dtype, int aux_dtype,
+                Address stream);
+
+// route.cu; the workspace has (1 + k) int32 a sequence, zeros; rows of in_flight bytes wait in L2 for their copying;
+// weight is of x's dtype or float32
+void route(Address x, Address weight, Address ready, Address candidates, Address seqlens, Address recorded,
+           Address rows, Address indices, Address gates, Address logits, Address counts, Address workspace,
+           int batch, int length, int scored, int k, int width, int64_t x_b, int64_t x_n, int64_t x_d,
+           int seqlens_dtype, int activation, double alpha, double temperature, double largest, int64_t in_flight,
+           int dtype, int weight_dtype, Address stream);
+
 }  // namespace mor

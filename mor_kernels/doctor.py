@@ -34,6 +34,7 @@ def report() -> dict:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "cuda_kernels": _kernels(),
         "packages": {name: _version(name) for name in PACKAGES},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "backends": {
@@ -47,6 +48,14 @@ def _version(package: str) -> str | None:
         return version(package)  # from its metadata: importing Triton would be slow, and could fail
     except PackageNotFoundError:
         return None
+
+
+def _kernels() -> str:
+    try:
+        extension = _dispatch.load_extension()
+    except ImportError as error:
+        return f"not there: {error}"
+    return f"built by CUDA {extension.cuda} for {extension.architectures}"
 
 
 def _gpu(index: int) -> str:
@@ -64,6 +73,7 @@ def main() -> None:
         "torch": facts["torch"],
         "CUDA": facts["cuda"] or "not in this build of torch",
         "GPU": "; ".join(facts["gpus"]) or "none visible",
+        "CUDA kernels": facts["cuda_kernels"],
         **{name: found or "not installed" for name, found in facts["packages"].items()},
         **facts["environment"],
         **{f"{name} backend": reason or "works" for name, reason in facts["backends"].items()},

@@ -238,6 +238,47 @@ def combine(x: Tensor, fx: Tensor, gate: Tensor | float, residual: str) -> Tenso
     raise ValueError(f"residual: expected block, delta or none, got {residual!r}")
 
 
+def depth_step(
+    x: Tensor,
+    update: Tensor,
+    logits: Tensor,
+    recursions: Tensor,
+    weight: Tensor,
+    *,
+    last: Tensor | None = None,
+    replayed: Tensor | None = None,
+    aux_weight: Tensor | None = None,
+    activation: str = "sigmoid",
+    alpha: float = 0.1,
+    temperature: float = 1.0,
+    residual: str = "block",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The end of a recursion of expert-choice when decoding -> new states (n, D), logits (n,), goes_on (n,) bool.
+
+    x (n, D): the tokens' states that entered the recursions (n,), from 0; -1 for a row that stays as it is.
+    logits (n,): scores of these states by the routers of those recursions. weight (Nr, D): the routers.
+    A token goes on if it has taken fewer than ``last`` (n,) recursions and the next router's score of its new state is
+    positive, or the auxiliary router's (if its own is a number), or if it was ``replayed``.
+    """
+    Nr = len(weight)
+    x, logits = x.clone(), logits.clone()
+    goes_on = torch.zeros(len(x), dtype=torch.bool)
+    for i, r in enumerate(recursions.tolist()):
+        if r < 0:
+            continue
+        g = gate(bounded(logits[i]), activation, alpha)
+        x[i] = combine(widen(x[i]), widen(update[i]), g, residual).to(x.dtype)
+        if r + 1 == Nr:
+            continue
+        logits[i] = (widen(x[i]) * widen(weight[r + 1])).sum() / temperature
+        deciding = logits[i]
+        if aux_weight is not None and not logits[i].isnan():
+            deciding = (widen(x[i]) * widen(aux_weight[r + 1])).sum() / temperature
+        wanted = bool(deciding > 0) or (replayed is not None and bool(replayed[i]))
+        goes_on[i] = wanted and r + 1 < (Nr if last is None else int(last[i]))
+    return x, logits, goes_on
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One query (H, d) against the m keys and values (m, G, d) that it sees -> output (H, d), lse (H,), wide.
 

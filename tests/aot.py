@@ -103,6 +103,13 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.scatter_back, x, update, whole(B, K), floats(B, K), residual=residual)
         yield partial(ops.scatter_back_, x.detach(), update.detach(), whole(B, K), residual=residual)
     yield partial(ops.scatter_back_, x.detach(), update.detach(), whole(B, K), floats(B, K).detach())
+    for width, dtype in ROUTED:
+        state, routers = floats(N, width, dtype=dtype).detach(), floats(3, width, dtype=dtype).detach()
+        flight = (state, state, floats(N).detach(), whole(N), routers)
+        yield partial(ops.depth_step_, *flight, last=whole(N), replayed=whole(N, dtype=torch.bool))
+    for activation, residual in (("tanh", "delta"), ("none", "none")):
+        options = {"activation": activation, "residual": residual, "aux_weight": routers}
+        yield partial(ops.depth_step_, *flight, **options)
 
     for width, dtype in ROUTED:
         yield partial(ops.route, floats(B, N, width, dtype=dtype), floats(width, dtype=dtype), K)

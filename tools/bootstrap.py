@@ -5,7 +5,8 @@
 
 If the interpreter has torch, .venv is laid over its packages and adds only what is missing; its torch, triton and numpy
 stay as they are. Otherwise .venv gets a torch of its own: MOR_TORCH (any arguments of `pip install`) chooses which.
-A working .venv that was made by other means is only added to.
+A working .venv that was made by other means is only added to. Where there is nvcc the CUDA kernels are built, and built
+again when they change; MOR_CUDA, MOR_CUDA_ARCHS and the like are setup.py's.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+
+import toolchain
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -69,9 +72,11 @@ def find():
 
 
 def wanted_state():
-    digest = hashlib.sha256(str(ROOT).encode())
-    for name in ("pyproject.toml", "setup.py", "tools/bootstrap.py"):
-        digest.update((ROOT / name).read_bytes())
+    kernels = [toolchain.choice(), os.environ.get("MOR_CUDA_ARCHS"), os.path.realpath(toolchain.find_nvcc() or "")]
+    digest = hashlib.sha256(repr([str(ROOT), kernels]).encode())
+    names = ("pyproject.toml", "setup.py", "CMakeLists.txt", "tools/bootstrap.py", "tools/toolchain.py")
+    for path in [ROOT / name for name in names] + sorted(ROOT.glob("csrc/*")):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -103,15 +108,22 @@ def install():
     keep = VENV / "constraints.txt"
     keep.write_text(subprocess.check_output([str(PYTHON), "-c", INSTALLED], universal_newlines=True))
     editable = [*pip, "install", "-q", "-c", keep, "--no-build-isolation", "-e"]
-    if run(*pip, "install", "-q", "setuptools>=77") and run(*editable, ".[dev]"):
+    lacking = subprocess.check_output([str(PYTHON), "tools/toolchain.py"], cwd=str(ROOT), universal_newlines=True)
+    if lacking.split():
+        run(*pip, "install", "-q", "-c", keep, *lacking.split())  # without them there will be no kernels
+    ready = run(*pip, "install", "-q", "setuptools>=77")
+    if ready and run(*editable, ".[dev]"):
         return
     if not any(VENV.glob("lib/python*/site-packages/host.pth")):
         sys.exit("the packages could not be installed; run make again once the cause is mended")
     print("Going on with the packages that the interpreter has; to try again: make clean", flush=True)
+    if ready and not run(*editable, ".", "--no-deps"):
+        sys.exit("mor-kernels could not be installed; MOR_CUDA=0 does it without the CUDA kernels")
     run(*editable, ".[test]") or run(*editable, ".")
 
 
 def main():
+    toolchain.choice()  # before all else: it may be misspelt
     built_on, state = STAMP.read_text().splitlines() if STAMP.exists() else ("", "")
     find_it = sys.argv[1:] == ["--find"]
     if state == UNFINISHED or not PYTHON.exists():

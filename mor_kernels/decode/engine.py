@@ -79,17 +79,22 @@ class _Tokens:
 
     positions: Tensor  # (n,) int64
     x: Tensor  # (n, D) state
-    entry: Tensor  # (n, D) state that entered the first recursion
-    gates: Tensor  # (n, Nr) gate at each recursion for token-choice, otherwise (n, 0)
     last: Tensor  # (n,) int64 recursions that the token takes, unless a router lets it go before
     replayed: Tensor  # (n,) bool: `last` was recorded earlier, and no router is asked
+    logits: Tensor | None = None  # (n,) score of x by the router of the next recursion: expert-choice, linear routers
+    entry: Tensor | None = None  # (n, D) state that entered the first recursion: token-choice
+    gates: Tensor | None = None  # (n, Nr) gate at each recursion: token-choice
 
     def take(self, index: Tensor) -> _Tokens:
-        return _Tokens(*[getattr(self, f.name)[index] for f in fields(self)])
+        return _Tokens(**{name: value[index] for name, value in self._held()})
 
     def put(self, index: Tensor, tokens: _Tokens) -> None:
-        for f in fields(self):
-            getattr(self, f.name)[index] = getattr(tokens, f.name)
+        for name, value in self._held():
+            value[index] = getattr(tokens, name)
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ((name, value) for name, value in named if value is not None)
 
 
 class Engine:
@@ -147,18 +152,24 @@ class Engine:
         if stored != dtype and not (stored in narrower and stored.itemsize < dtype.itemsize):
             raise ValueError(f"cache_dtype: expected {dtype} or a narrower float dtype, got {stored}")
         self.cache = self._new_cache(num_pages, cache_bytes, page_size, stored)
-        width, gates = self.config.hidden_size, 0
-        if self.config.router == "token_choice":
-            gates = self.config.num_recursions
+        width, recursions = self.config.hidden_size, self.config.num_recursions
         new = functools.partial(torch.zeros, device=self.device)
         self.state = _Tokens(  # of the token in flight in each slot
             positions=new(max_sequences, dtype=torch.int64),
             x=new(max_sequences, width, dtype=dtype),
-            entry=new(max_sequences, width, dtype=dtype),
-            gates=new(max_sequences, gates, dtype=torch.promote_types(dtype, torch.float32)),
             last=new(max_sequences, dtype=torch.int64),
             replayed=new(max_sequences, dtype=torch.bool),
         )
+        score = torch.promote_types(dtype, torch.float32)
+        if self.config.router == "token_choice":
+            self.state.entry = new(max_sequences, width, dtype=dtype)
+            self.state.gates = new(max_sequences, recursions, dtype=score)
+        # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
+        self.routers = self.aux_routers = None
+        if self.config.router == "expert_choice" and self.config.router_arch == "linear":
+            self.state.logits = new(max_sequences, dtype=score)
+            self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
+            self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
         kinds = {"temperature": torch.float64, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64}
         kinds["seed"] = torch.int64
         self.sampling = {name: new(max_sequences, dtype=kind) for name, kind in kinds.items()}  # by slot
@@ -379,6 +390,9 @@ class Engine:
         self._admit()
         if self.running:
             self._ticks += 1
+            for stacked, routers in ((self.routers, self.model.routers), (self.aux_routers, self.model.aux_routers)):
+                if stacked is not None:  # anew, since weights may have been loaded between steps
+                    torch.cat([router.weight for router in routers], out=stacked)
             self._prefill()
             self._decode()
         events, self._events = self._events, []
@@ -490,12 +504,14 @@ class Engine:
         if self.cache.ends:
             plan = self.cache.plan_ends(slots, positions, cu_seqlens)
             x = self.model.first_layer(x, positions, functools.partial(plan.attend, 0))
-        last, gates = torch.full_like(ids, self.config.num_recursions), self.state.gates.new_zeros(len(ids), 0)
+        replayed, chosen = recorded > 0, self.config.num_recursions
+        logits = entry = gates = None
+        if self.routers is not None:
+            logits = self.model.routers[0](x)[:, 0]
         if self.config.router == "token_choice":
             _, depths, probs = self.model.choose_depths(x[None])
-            last, gates = depths[0], self.config.alpha * probs[0]
-        replayed = recorded > 0
-        return _Tokens(positions, x, x.clone(), gates, torch.where(replayed, recorded, last), replayed)
+            chosen, entry, gates = depths[0], x.clone(), self.config.alpha * probs[0]
+        return _Tokens(positions, x, torch.where(replayed, recorded, chosen), replayed, logits, entry, gates)
 
     def _pass(
         self, tokens: _Tokens, slots: Tensor, recursions: Tensor, cu_seqlens: Tensor | None = None
@@ -509,6 +525,12 @@ class Engine:
         if cu_seqlens is not None:
             recursion = torch.repeat_interleave(recursions, cu_seqlens.diff(), output_size=len(tokens.x))
         update = self._block(tokens.x, tokens.positions, slots, recursions, recursion, cu_seqlens)
+        if self.routers is not None:
+            return ops.depth_step_(
+                tokens.x, update, tokens.logits, recursion, self.routers, last=tokens.last, replayed=tokens.replayed,
+                aux_weight=self.aux_routers, activation=config.router_activation, alpha=config.alpha,
+                temperature=config.temperature, residual=config.residual,
+            )  # fmt: skip
         everyone = torch.arange(len(recursion), device=self.device)
         goes_on = recursion + 1 < tokens.last
         if config.router == "expert_choice":

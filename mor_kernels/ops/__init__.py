@@ -10,6 +10,7 @@ faster; float64, and tensors on the CPU, get plain PyTorch.
 """
 
 from .attention import attention, attention_varlen
+from .depth_step import depth_step_
 from .gather import gather
 from .kv import kv_append, kv_append_, kv_lookup
 from .losses import (
@@ -43,6 +44,7 @@ __all__ = [
     "choose_depths",
     "commit_pages_",
     "dead_token_ratio",
+    "depth_step_",
     "free_pages_",
     "gather",
     "kv_append",

@@ -1,4 +1,4 @@
-"""What the launchers of the CUDA kernels (``csrc/``) share; they take addresses and the stream, see ``csrc/launch.h``."""
+"""What the launchers of the CUDA kernels (``csrc/``) share; they take addresses and a stream, see ``csrc/launch.h``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def _plain(argument):
     if isinstance(argument, torch.dtype):
         return DTYPES[argument]
     return 0 if argument is None else argument
+
+
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def inverse_of(indices: torch.Tensor, length: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -49,7 +50,7 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
         with contextlib.ExitStack() as stack:
             if torch.is_autocast_enabled(device.type):  # an implementation chooses its own precision
                 stack.enter_context(torch.autocast(device.type, enabled=False))
-            if device.type == "cuda" and device.index != torch.cuda.current_device():  # where Triton launches
+            if device.type == "cuda" and device.index != torch.cuda.current_device():  # where kernels are launched
                 stack.enter_context(torch.cuda.device(device))
             return _contiguous(backends[backend](*arguments))
 
@@ -81,7 +82,7 @@ def apply(function: type[torch.autograd.Function], *arguments):
 
 
 def deferred(module: str, function: str, refuses: Callable = lambda *_: None) -> Callable:
-    """``function`` of ``module``, which is imported at the first call, since Triton need not be installed.
+    """``function`` of ``module``, which is imported at the first call: Triton or the CUDA kernels may be absent.
 
     ``refuses(*arguments)`` tells why it can't serve these, which are right; None if it can.
     """
@@ -111,6 +112,11 @@ def unavailable(
         return "float64 is computed by the eager backend alone"
     if backend in ("triton", "hopper") and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    if backend == "cuda":
+        try:
+            extension = load_extension()
+        except ImportError as error:
+            return str(error)
     if torch.device(device or "cuda").type == "cpu":
         if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
             return None
@@ -129,7 +135,30 @@ def unavailable(
         old = tuple(int(part) for part in found.split(".")[:2]) < (3, 6)
         return f"it needs Triton 3.6 or newer, not {found}" if old else None
     least, name = ((9, 0), "9.0 (H100)") if backend in SPECIALISTS else ((8, 0), "8.0 (A100)")
-    return None if capability >= least else f"it needs compute capability {name} or newer, not {capability}"
+    if capability < least:
+        return f"it needs compute capability {name} or newer, not {capability}"
+    return _unsupported(extension, device, capability) if backend == "cuda" else None
+
+
+def load_extension() -> ModuleType:
+    """``mor_kernels._C``, the CUDA kernels.
+
+    Raises:
+        ImportError: it isn't there or can't be loaded, with the reason.
+    """
+    if importlib.util.find_spec("mor_kernels._C") is None:
+        raise ImportError(
+            "mor-kernels was installed without its CUDA kernels; install it with nvcc on PATH, MOR_CUDA=1"
+        )
+    return importlib.import_module("mor_kernels._C")
+
+
+def _unsupported(extension: ModuleType, device, capability: tuple[int, int]) -> str | None:
+    """Why the GPU or its driver can't run the CUDA kernels; None if it can."""
+    with torch.cuda.device(device):
+        refusal = extension.device_refusal()
+    built = f"the kernels were built by CUDA {extension.cuda} for {extension.architectures}"
+    return f"{refusal}; {built}, and the GPU has compute capability {capability}" if refusal else None
 
 
 def _installed(module: str) -> bool:
@@ -157,10 +186,10 @@ def _unfit(op: str, backend: str, arguments: list) -> str | None:
 
 
 def _best(op: str, tensors: list[torch.Tensor], arguments: list) -> str:
-    """Where kernels run natively: a specialist that was measured faster and is there, or else Triton; for what neither
-    computes, eager."""
+    """Where kernels run natively: a specialist that was measured faster and is there, or else Triton; without Triton,
+    CUDA; for what none of them computes, eager."""
     if tensors[0].is_cuda:
-        for backend in (*_choices[op](*arguments), "triton"):
+        for backend in (*_choices[op](*arguments), "triton", "cuda"):
             if not (_refusal(op, backend, tensors) or _unfit(op, backend, arguments)):
                 return backend
     return "eager"

@@ -27,6 +27,40 @@ def bounded(value, largest):
     return tl.where(value < -largest, -largest, value)
 
 
+@triton.jit
+def activate(logit, ACTIVATION: tl.constexpr):
+    """G(logit), to a few units in the last place."""
+    if ACTIVATION == "sigmoid":
+        return 1 / (1 + tl.exp(-logit))
+    elif ACTIVATION == "tanh":
+        e = tl.exp(-2 * tl.abs(logit))
+        far = (1 - e) / (1 + e)
+        square = logit * logit  # near 0, where 1 - e would cancel, the series
+        near = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        return tl.where(tl.abs(logit) < 0.3, logit * near, tl.where(logit < 0, -far, far))
+    else:
+        return logit
+
+
+@triton.jit
+def gate(logit, alpha, ACTIVATION: tl.constexpr):
+    """alpha * G(logit); 0 where the logit is not a number."""
+    return tl.where(logit == logit, bounded(alpha * activate(logit, ACTIVATION), FLOAT_MAX), 0.0)
+
+
+@triton.jit
+def combine(x, f, g, RESIDUAL: tl.constexpr):
+    """The new state, in fp32, of a state x, the block's f of it and the gate."""
+    f = f.to(tl.float32)
+    if RESIDUAL == "block":
+        y = x.to(tl.float32) + g * f
+    elif RESIDUAL == "delta":
+        y = x.to(tl.float32) + g * (f - x.to(tl.float32))
+    else:
+        y = g * f
+    return y
+
+
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 

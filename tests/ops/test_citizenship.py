@@ -259,6 +259,82 @@ def test_opcheck_scatter_of_each_backend(device, backend, residual):
     assert len(recorder.calls) == 3
 
 
+def in_flight(device, seed=0, dtype=torch.float32):
+    """Arguments of the end of a decoding step: five tokens, one lane of padding, and all that is optional."""
+    x, update, weight, aux_weight = (normal((n, 4), seed + i, dtype).to(device) for i, n in enumerate((5, 5, 3, 3)))
+    logits, recursions = normal((5,), seed + 4, torch.float32).to(device), torch.tensor([0, 2, -1, 1, 0], device=device)
+    last, replayed = recursions + 2, recursions == 0
+    return [x, update, logits, recursions, weight], {"last": last, "replayed": replayed, "aux_weight": aux_weight}
+
+
+@targets("depth_step_")
+@pytest.mark.parametrize("residual", ["block", "delta", "none"])
+def test_opcheck_depth_step_of_each_backend(device, backend, residual):
+    with Recorder() as recorder:
+        for strided in (False, True):
+            tensors, options = in_flight(device)
+            if strided:
+                tensors = [t.mT.contiguous().mT if t.dim() == 2 else t for t in tensors]
+            ops.depth_step_(*tensors, **options, residual=residual, backend=backend)
+            ops.depth_step_(*tensors, residual=residual, backend=backend)
+    for op, args in recorder.calls:
+        assert args[-1] == backend
+        torch.library.opcheck(op, args)
+    assert len(recorder.calls) == 4
+
+
+@targets("depth_step_")
+def test_depth_step_compiles_whole_and_once(device, backend):
+    def step(x, update, logits, recursions, weight, options):
+        on = ops.depth_step_(x, update, logits, recursions, weight, **options, backend=backend)
+        return on, x * 2, logits + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for seed in (0, 7):
+        runs = []
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            for run in (compiled, step):
+                tensors, options = in_flight(device, seed)
+                runs.append([*run(*tensors, options), *tensors])
+        for got, want in zip(*runs, strict=True):
+            assert torch.equal(got, want)
+
+
+@targets("depth_step_")
+def test_depth_step_keeps_its_precision_under_autocast(device, backend):
+    runs = []
+    for enabled in (False, True):
+        tensors, options = in_flight(device)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+            runs.append([ops.depth_step_(*tensors, **options, backend=backend), *tensors])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@targets("depth_step_")
+def test_depth_step_in_a_cuda_graph(device, backend):
+    """Waits for nothing; a graph goes on from the state that the call before left."""
+    if device == "cpu":
+        pytest.skip("a graph is of a GPU")
+    ours, options = in_flight(device)
+    others = [t.clone() for t in ours]
+    step = lambda tensors: ops.depth_step_(*tensors, **options, backend=backend)  # noqa: E731
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step([t.clone() for t in ours])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on = step(ours)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(on, step(others))
+        assert all(torch.equal(a, b) for a, b in zip(ours, others))
+
+
 @every_case
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_whole_and_once(name, device):

@@ -20,12 +20,19 @@ NEW = torch.ones(2, 2, 4)
 TABLE = torch.zeros(1, 1, dtype=torch.int32)
 CU = torch.tensor([0, 2], dtype=torch.int32)
 PAGES = ops.Pages.new(2, 4, 3, "cpu")
+FLIGHT = {"x": X[0], "update": X[1], "logits": X[0, :, 0], "recursions": torch.zeros(5).long(), "weight": X[0, :3]}
 
 
 def attend(**changed):
     """A call of paged attention that is right but for what changed."""
     arguments = {"q": Q[0, :1], "k_cache": CACHE, "v_cache": CACHE, "page_table": TABLE, "k_lens": CU[1:] * 2}
     return ops.paged_attention(**(arguments | changed))
+
+
+def step(**changed):
+    """A call of a decoding step's end that is right but for what changed."""
+    arguments = {name: t.clone() for name, t in FLIGHT.items()}
+    return ops.depth_step_(**(arguments | changed))
 
 
 BAD = [
@@ -74,6 +81,21 @@ BAD = [
         lambda: ops.scatter_back_(X[:1].expand(2, 5, 4), X[:, :3], I2),
         r"scatter_back_: x: expected elements with a place in memory each, got an expanded .* \(0, 4, 1\)",
     ),
+    (lambda: step(x=X), r"depth_step_: x: expected shape \(n, D\), got \(2, 5, 4\)"),
+    (lambda: step(update=X[1, :4]), r"depth_step_: update: expected shape \(5, 4\), got \(4, 4\)"),
+    (lambda: step(logits=X[0, :, 0].half()), "depth_step_: logits: expected dtype float32, got torch.float16"),
+    (lambda: step(logits=X[0, :1, 0].expand(5)), r"depth_step_: logits: expected elements .* an expanded .* \(0,\)"),
+    (lambda: step(x=X[0, :1].expand(5, 4)), r"depth_step_: x: expected elements with .* an expanded .* \(0, 1\)"),
+    (lambda: step(recursions=I2[0]), r"depth_step_: recursions: expected shape \(5\), got \(3\)"),
+    (lambda: step(recursions=torch.full((5,), 3)), "depth_step_: recursions: expected values .* at most 2, got 3"),
+    (lambda: step(weight=X[0, :0]), "depth_step_: weight: expected at least one router, got 0"),
+    (lambda: step(weight=W), r"depth_step_: weight: expected shape \(Nr, 4\), got \(4\)"),
+    (lambda: step(aux_weight=X[0]), r"depth_step_: aux_weight: expected shape \(3, 4\), got \(5, 4\)"),
+    (lambda: step(last=X[0, :, 0]), "depth_step_: last: expected dtype int64, got torch.float32"),
+    (lambda: step(replayed=FLIGHT["recursions"]), "depth_step_: replayed: expected dtype bool, got torch.int64"),
+    (lambda: step(activation="softmax"), "depth_step_: activation: expected 'sigmoid' or .*, got 'softmax'"),
+    (lambda: step(residual="add"), "depth_step_: residual: expected 'block' or .*, got 'add'"),
+    (lambda: step(temperature=0.0), "depth_step_: temperature: expected a number > 0 in fp32, got 0.0"),
     (lambda: ops.attention(Q, K[..., :3], K), r"attention: k: expected shape \(2, Tk, G, 4\), got \(2, 5, 2, 3\)"),
     (lambda: ops.attention(Q[:, :, :5], K, K), "attention: k: expected a number .* divides the 5 query heads, got 2"),
     (lambda: ops.attention(Q, K.half(), K), "attention: k: expected the dtype of q, torch.float32, got torch.float16"),
@@ -211,6 +233,15 @@ def test_in_place_scatter_refuses_gradients(argument):
         ops.scatter_back_(*tensors[:2], I2, tensors[2])
 
 
+@pytest.mark.parametrize("argument", ["x", "update", "logits", "weight", "aux_weight"])
+def test_depth_step_refuses_gradients(argument):
+    changed = {argument: FLIGHT.get(argument, FLIGHT["weight"]).clone().requires_grad_()}
+    with pytest.raises(RuntimeError, match="depth_step_: expected no argument that needs a gradient"):
+        step(**changed)
+    with torch.no_grad():
+        assert step(**changed).all()
+
+
 @pytest.mark.parametrize("argument", range(3))
 def test_float64_is_left_to_eager(argument):
     x, update, gates = (
@@ -230,6 +261,10 @@ def test_an_error_writes_nothing():
     with pytest.raises(ValueError, match="kv_append_: slots: expected values of at least -1 and at most 11, got 12"):
         ops.kv_append_(NEW, NEW, cache, cache, torch.tensor([0, 12]))
     assert not cache.any()
+    state = FLIGHT["x"].clone()
+    with pytest.raises(ValueError):
+        step(x=state, recursions=torch.tensor([0, 1, 2, 3, 0]))
+    assert torch.equal(state, FLIGHT["x"])
     state = [t.clone() for t in PAGES]
     with pytest.raises(ValueError):
         ops.take_pages_(PAGES, torch.tensor([1, 1]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4)

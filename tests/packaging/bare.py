@@ -56,6 +56,13 @@ def scatter_in_place():
         return ops.scatter_back_(x.clone(), routed.rows, routed.indices, routed.gates)
 
 
+def step_in_place():
+    with torch.no_grad():
+        state, scores = x[0].clone(), torch.zeros(N)
+        ops.depth_step_(state, x[1], scores, torch.zeros(N, dtype=torch.int64), weight.expand(NR, D))
+        return state + scores[:, None]
+
+
 CALLS = {
     "attention": lambda: ops.attention(q, k, v),
     "attention_schedule": lambda: ops.attention_schedule(cu_seqlens[1:], H, G, 2),
@@ -67,6 +74,7 @@ CALLS = {
     "choose_depths": lambda: ops.choose_depths(logits).probs,
     "commit_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.commit_pages_(s, taken.rows, starts)),
     "dead_token_ratio": lambda: ops.dead_token_ratio(kept),
+    "depth_step_": step_in_place,
     "free_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.free_pages_(s, taken.rows)),
     "gather": lambda: ops.gather(x.flatten(0, 1), rows),
     "kv_append": lambda: ops.kv_append(k.flatten(0, 1)[:3], v.flatten(0, 1)[:3], cache, cache, rows)[0],

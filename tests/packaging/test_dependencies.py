@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import toolchain
+
 try:
     import tomllib
 except ModuleNotFoundError:
@@ -40,3 +42,8 @@ def test_neither_torch_to_build_nor_triton_at_all():
     # a build requirement brings a second torch; a floor on Triton replaces the one that torch was built with, and torch
     assert "torch" not in [split(requirement)[0] for requirement in GROUPS["build"]]
     assert "triton" not in [split(requirement)[0] for group in GROUPS.values() for requirement in group]
+
+
+def test_what_builds_the_cuda_kernels_is_written_alike():
+    floors = dict(map(split, GROUPS["build"]))
+    assert {name: f">={major}.{minor}" for name, (major, minor) in toolchain.TOOLS.items()}.items() <= floors.items()

@@ -166,6 +166,23 @@ def test_gather_and_scatter_back():
     assert ops.scatter_back(x[None], update[None], indices[None], gates[None]).tolist() == [[[1], [2], [8]]]
 
 
+def test_depth_step():
+    """Going on while the score is positive and recursions are left; the last row is padding."""
+    x, update = f64([[1], [1], [1], [1], [7]]), f64([[2], [-6], [2], [2], [9]])
+    logits, recursions = f64([0.5, 0.5, NAN, 0.5, 0.5]), torch.tensor([0, 0, 1, 2, -1])
+    weight, options = f64([[9], [3], [4]]), {"activation": "none", "alpha": 1.0, "temperature": 2.0}
+    new, scores, goes_on = ops.depth_step(x, update, logits, recursions, weight, **options)
+    assert new.tolist() == [[2], [-2], [1], [2], [7]]
+    assert scores.tolist() == [3, -3, 2, 0.5, 0.5]
+    assert goes_on.tolist() == [True, False, True, False, False]
+    options |= {"last": torch.tensor([1, 2, 2, 9, 9]), "replayed": torch.tensor([True] * 5), "residual": "delta"}
+    new, _, goes_on = ops.depth_step(x, update, logits, recursions, weight, **options)
+    assert new.tolist() == [[1.5], [-2.5], [1], [1.5], [7]]
+    assert goes_on.tolist() == [False, True, False, False, False]
+    _, _, goes_on = ops.depth_step(x, update, logits, recursions, weight, aux_weight=-weight)
+    assert goes_on.tolist() == [False, False, False, False, False]
+
+
 def test_identity_block_of_width_one():
     x = f64([[[3.0]]])
     block, delta = (

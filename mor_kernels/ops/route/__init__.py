@@ -58,6 +58,7 @@ _backward = define(
     fake=_fake_backward,
     eager=eager.route_backward,
     triton=deferred(f"{__name__}.triton", "route_backward"),
+    cuda=deferred(f"{__name__}.cuda", "route_backward"),
 )
 
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import FLOAT_MAX, bounded, contiguous, find, inverse_of, place, tile
+from .._triton import FLOAT_MAX, activate, bounded, contiguous, find, gate, inverse_of, place, tile
 
 WHOLE = 2048  # logits that one program can select among: all of most training sequences
 CHUNK = 1024  # of a longer sequence: what is wanted at once takes fewer registers
@@ -52,31 +52,10 @@ PUBLISHED = tl.constexpr(10 + 3 * DIGITS.value)
 
 
 @triton.jit
-def _activate(logit, ACTIVATION: tl.constexpr):
-    """G(logit), to a few units in the last place."""
-    if ACTIVATION == "sigmoid":
-        return 1 / (1 + tl.exp(-logit))
-    elif ACTIVATION == "tanh":
-        e = tl.exp(-2 * tl.abs(logit))
-        far = (1 - e) / (1 + e)
-        square = logit * logit  # near 0, where 1 - e would cancel, the series
-        near = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-        return tl.where(tl.abs(logit) < 0.3, logit * near, tl.where(logit < 0, -far, far))
-    else:
-        return logit
-
-
-@triton.jit
-def _gate(logit, alpha, ACTIVATION: tl.constexpr):
-    """alpha * G(logit); 0 where the logit is not a number."""
-    return tl.where(logit == logit, bounded(alpha * _activate(logit, ACTIVATION), FLOAT_MAX), 0.0)
-
-
-@triton.jit
 def _key(logit, valid, alpha, ACTIVATION: tl.constexpr, RANK: tl.constexpr, LARGEST: tl.constexpr):
     """An int32 that ranks as the logit does, or as its score in the dtype RANK, whose largest number is LARGEST."""
     if RANK is not None:
-        logit = bounded((alpha * _activate(logit, ACTIVATION)).to(RANK).to(tl.float32), LARGEST)
+        logit = bounded((alpha * activate(logit, ACTIVATION)).to(RANK).to(tl.float32), LARGEST)
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # -0.0 ranks as 0.0
     return tl.where(valid & (logit == logit), bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
 
@@ -269,7 +248,7 @@ def _copy(
         target = rows + (j * D)[:, None] + d[None, :]
         tl.store(target, row, mask=inside[:, None] & columns, eviction_policy="evict_first")
     logit = _written(words + i, there).to(tl.float32, bitcast=True)
-    tl.store(gates + j, tl.where(there, _gate(logit, alpha, ACTIVATION), 0.0), mask=inside)
+    tl.store(gates + j, tl.where(there, gate(logit, alpha, ACTIVATION), 0.0), mask=inside)
     tl.store(indices + j, tl.where(there, position, -1), mask=inside)
 
 
@@ -397,7 +376,7 @@ def _logit_gradients(
         i = place(candidates + b * scored, of_candidates + b * length, n, scored, real)
         real = i >= 0
     through_gate = real & (j >= 0)
-    value = _activate(tl.load(logits + b * scored + i, mask=through_gate, other=0.0), ACTIVATION)
+    value = activate(tl.load(logits + b * scored + i, mask=through_gate, other=0.0), ACTIVATION)
     if ACTIVATION == "sigmoid":
         slope = value * (1 - value)
     elif ACTIVATION == "tanh":

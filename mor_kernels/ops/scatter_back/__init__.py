@@ -25,12 +25,14 @@ _forward = define(
     fake=lambda x, update, indices, gates, residual: x.new_empty(x.shape),
     eager=eager.scatter_back,
     triton=deferred(f"{__name__}.triton", "scatter_back"),
+    cuda=deferred(f"{__name__}.cuda", "scatter_back"),
 )
 _in_place = define(
     "scatter_back_(Tensor(a!) x, Tensor update, Tensor indices, Tensor? gates, str residual, str backend) -> ()",
     fake=lambda *_: None,
     eager=eager.scatter_back_in_place,
     triton=deferred(f"{__name__}.triton", "scatter_back_in_place"),
+    cuda=deferred(f"{__name__}.cuda", "scatter_back_in_place"),
 )
 _backward = define(
     "scatter_back_backward(Tensor d_out, Tensor? x, Tensor? update, Tensor indices, Tensor? gates, ScalarType dtype, "
@@ -38,6 +40,7 @@ _backward = define(
     fake=_fake_backward,
     eager=eager.scatter_back_backward,
     triton=deferred(f"{__name__}.triton", "scatter_back_backward"),
+    cuda=deferred(f"{__name__}.cuda", "scatter_back_backward"),
 )
 
 

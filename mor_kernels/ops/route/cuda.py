@@ -1,0 +1,35 @@
+"""Routing by the kernels of ``csrc/route_backward.cu``."""
+
+from __future__ import annotations
+
+import torch
+
+from ... import _C
+from .._cuda import ACTIVATIONS, contiguous, inverse_of, launch
+
+
+def route_backward(
+    d_rows, d_gates, d_logits, x, weight, logits, candidates, seqlens, indices, activation, alpha, temperature
+):
+    (batch, length, width), k, scored = x.shape, indices.shape[1], logits.shape[1]
+    d_rows, d_gates, d_logits, logits, indices = contiguous(d_rows, d_gates, d_logits, logits, indices)
+    weight, candidates, seqlens = contiguous(weight, candidates, seqlens)
+    d_x = torch.empty(batch, length, width, dtype=x.dtype, device=x.device)
+    blocks = _C.route_backward_blocks(batch * length)
+    d_weight = partial = d_ready = None
+    if weight is None:
+        # what is no candidate is not visited
+        d_ready = torch.empty_like(d_logits) if candidates is None else torch.zeros_like(d_logits)
+    else:
+        d_weight = torch.empty_like(weight)
+        partial = torch.empty(blocks, width, dtype=torch.float32, device=x.device)
+    of_candidates = None if candidates is None else inverse_of(candidates, length)
+    launch(
+        _C.route_backward, d_rows, d_gates, d_logits, x, weight, logits, candidates, of_candidates, seqlens, indices,
+        inverse_of(indices, length), d_x, d_weight, d_ready, partial, blocks, batch, length, scored, k, width,
+        *x.stride(), int(seqlens is not None and seqlens.dtype == torch.int32), ACTIVATIONS[activation], alpha,
+        temperature, x.dtype, x.dtype if weight is None else weight.dtype,
+    )  # fmt: skip
+    if weight is None:
+        return d_x, x.new_empty(0), d_ready
+    return d_x, d_weight, d_logits.new_empty(0)
