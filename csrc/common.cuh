@@ -174,21 +174,6 @@ __device__ __forceinline__ Held<T, N> from_floats(const float (&x)[N]) {
   return held;
 }
 
-// Read once by this multiprocessor, but perhaps again by another: it stays in L2.
-__device__ __forceinline__ int4 load_through(const int4* from) {
-  int4 bits;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w) : "l"(from));
-  return bits;
-}
-
-// What was there before; the block's writes before its last barrier are seen by who sees the sum, and the other way.
-__device__ __forceinline__ int add_acq_rel(int* to, int value) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
-  return before;
-}
-
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
@@ -219,13 +204,14 @@ const Device& device();
 // With `early`, the kernel may begin once all blocks of the one before it have called let_next_begin() or ended; what
 // that one writes can be read, and what it uses be written, after await_previous().
 template <class... P, class... A>
-void launch(void (*kernel)(P...), dim3 grid, int threads, bool early, Address stream, A... arguments) {
+void launch(void (*kernel)(P...), dim3 grid, int threads, int shared, bool early, Address stream, A... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
   config.stream = stream_of(stream);
   config.attrs = &attribute;
   config.numAttrs = early && device().early;

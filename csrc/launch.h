@@ -33,13 +33,12 @@ void route_backward(Address d_rows, Address d_gates, Address d_logits, Address x
 
 // scatter_back.cu; without an inverse, in place: out is x
 void scatter_back(Address x, Address update, Address indices, Address inverse, Address gates, Address out,
-                  int batch, int length, int k, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b,
-                  int64_t f_k, int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream);
+                  int batch, int length, int k, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b, int64_t f_k,
+                  int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream);
 void scatter_back_backward(Address d_out, Address x, Address update, Address indices, Address inverse, Address gates,
-                           Address d_x, Address d_update, Address d_gates, int batch, int length, int k,
-                           int64_t y_b, int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b,
-                           int64_t f_k, int64_t f_d, int width, int residual, int dtype, int update_dtype,
-                           Address stream);
+                           Address d_x, Address d_update, Address d_gates, int batch, int length, int k, int64_t y_b,
+                           int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b, int64_t f_k,
+                           int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream);
 
 // depth_step.cu
 void depth_step(Address x, Address update, Address logits, Address recursions, Address weight, Address last,
@@ -48,10 +47,10 @@ void depth_step(Address x, Address update, Address logits, Address recursions, A
                 double temperature, int residual, int dtype, int update_dtype, int weight_dtype, int aux_dtype,
                 Address stream);
 
-// route.cu; the workspace has (1 + k) int32 a sequence, zeros; rows of in_flight bytes wait in L2 for their copying;
-// weight is of x's dtype or float32
+// route.cu; of the words, batch (scored + k) int32, the first become the logits; rows of in_flight bytes wait in L2 for
+// their copying; weight is of x's dtype or float32
 void route(Address x, Address weight, Address ready, Address candidates, Address seqlens, Address recorded,
-           Address rows, Address indices, Address gates, Address logits, Address counts, Address workspace,
+           Address rows, Address indices, Address gates, Address words, Address counts,
            int batch, int length, int scored, int k, int width, int64_t x_b, int64_t x_n, int64_t x_d,
            int seqlens_dtype, int activation, double alpha, double temperature, double largest, int64_t in_flight,
            int dtype, int weight_dtype, Address stream);

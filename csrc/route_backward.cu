@@ -70,9 +70,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) route_backward_kernel(
   const int columns = lanes * N, d = blockIdx.y * columns + own;
   const bool inside = d < p.width;
   float w[N] = {}, sum[N] = {};
-  if (p.weight && inside) {
+  const auto load_w = [&](auto* from) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) w[i] = load_any(p.weight, p.weight_dtype, d + i);
+    for (int i = 0; i < N; ++i) w[i] = to_float(from[d + i]);
+  };
+  if (p.weight && inside) {
+    if (p.weight_dtype == kF32) load_w(static_cast<const float*>(p.weight));
+    if (p.weight_dtype == kBF16) load_w(static_cast<const bf16*>(p.weight));
+    if (p.weight_dtype == kF16) load_w(static_cast<const fp16*>(p.weight));
   }
   const int64_t rows = int64_t(p.batch) * p.length, worker = int64_t(blockIdx.x) * groups + group;
   const int64_t workers = int64_t(gridDim.x) * groups, end = rows * (worker + 1) / workers;
@@ -133,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) route_backward_kernel(
 
 // A warp a row of partial sums, a lane a column.
 template <class T>
-__global__ void __launch_bounds__(kWarp* kWarp) sum_partials_kernel(const float* partial, T* d_weight, int blocks,
+__global__ void __launch_bounds__(kWarp * kWarp) sum_partials_kernel(const float* partial, T* d_weight, int blocks,
                                                                    int width) {
   __shared__ float sums[kWarp][kWarp + 1];
   constexpr int kUnroll = 4;
@@ -186,13 +191,13 @@ void route_backward(Address d_rows, Address d_gates, Address d_logits, Address x
       const int threads = std::max(ceil_div(width, wide ? kWide<T> : 1), 1);  // for all columns
       const int parts = ceil_div(threads, kThreads), lanes = ceil_div(ceil_div(threads, parts), kWarp) * kWarp;
       launch(wide ? route_backward_kernel<T, kWide<T>> : route_backward_kernel<T, 1>, dim3(blocks, parts),
-             kThreads / lanes * lanes, true, stream, pointer<T>(d_rows), pointer<T>(x), pointer<T>(d_x), lanes, p);
+             kThreads / lanes * lanes, 0, true, stream, pointer<T>(d_rows), pointer<T>(x), pointer<T>(d_x), lanes, p);
     });
   }
   if (weight && width) {
     with_float(weight_dtype, [&](auto t) {
       using T = decltype(t);
-      launch(sum_partials_kernel<T>, ceil_div(width, kWarp), kWarp * kWarp, true, stream, pointer<float>(partial),
+      launch(sum_partials_kernel<T>, ceil_div(width, kWarp), kWarp * kWarp, 0, true, stream, pointer<float>(partial),
              pointer<T>(d_weight), blocks, width);
     });
   }

@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kThreads, 8) scatter_back_kernel(
 
 // Zeros in d_update and d_gates where a slot has no position: a lane looks at a slot.
 template <class F, int N>
-__device__ __forceinline__ void zero_slots_of_none(const int64_t* indices, F* d_update, float* d_gates, int length, int k,
-                                                   int width, int64_t b, int first) {
+__device__ __forceinline__ void zero_slots_of_none(const int64_t* indices, F* d_update, float* d_gates, int length,
+                                                   int k, int width, int64_t b, int first) {
   const int lane = threadIdx.x % kWarp;
   const int64_t n = first + lane < k ? indices[b * k + first + lane] : 0;
   const bool none = first + lane < k && (n < 0 || n >= length);
@@ -116,8 +116,8 @@ __device__ __forceinline__ void zero_slots_of_none(const int64_t* indices, F* d_
   }
 }
 
-// The gradients; of kBlock by slot and without d_x, which is d_out itself. Otherwise the first blocks write what belongs
-// to slots of index -1, the others go by position.
+// The gradients; of kBlock by slot and without d_x, which is d_out itself. Otherwise the first blocks write what
+// belongs to slots of index -1, the others go by position.
 template <class T, class F, int N>
 __global__ void __launch_bounds__(kThreads, 6) scatter_back_backward_kernel(
     const T* d_out, const T* x, const F* update, const int64_t* indices, const int* inverse, const float* gates, T* d_x,
@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, 6) scatter_back_backward_kernel(
 }  // namespace
 
 void scatter_back(Address x, Address update, Address indices, Address inverse, Address gates, Address out,
-                  int batch, int length, int k, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b,
-                  int64_t f_k, int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream) {
+                  int batch, int length, int k, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b, int64_t f_k,
+                  int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream) {
   const Strides of_x{x_b, x_n, x_d}, of_update{f_b, f_k, f_d};
   const Strides of_out = inverse ? Strides{int64_t(length) * width, width, 1} : of_x;
   const int64_t blocks = int64_t(batch) * ceil_div(inverse ? length : k, kWarps);
@@ -218,7 +218,7 @@ void scatter_back(Address x, Address update, Address indices, Address inverse, A
                         aligned<F>({update}, {f_b, f_k});
       auto kernel = wide ? scatter_back_kernel<T, F, kTogether<T, F>> : scatter_back_kernel<T, F, 1>;
       // with slots, what comes before is the inversion, which has nothing to do with x
-      launch(kernel, blocks, kThreads, inverse && k, stream, pointer<T>(x), pointer<F>(update),
+      launch(kernel, blocks, kThreads, 0, inverse && k, stream, pointer<T>(x), pointer<F>(update),
              pointer<int64_t>(indices), pointer<int>(inverse), pointer<float>(gates), pointer<T>(out), length, k, of_x,
              of_update, of_out, width, residual);
     });
@@ -226,10 +226,9 @@ void scatter_back(Address x, Address update, Address indices, Address inverse, A
 }
 
 void scatter_back_backward(Address d_out, Address x, Address update, Address indices, Address inverse, Address gates,
-                           Address d_x, Address d_update, Address d_gates, int batch, int length, int k,
-                           int64_t y_b, int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b,
-                           int64_t f_k, int64_t f_d, int width, int residual, int dtype, int update_dtype,
-                           Address stream) {
+                           Address d_x, Address d_update, Address d_gates, int batch, int length, int k, int64_t y_b,
+                           int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b, int64_t f_k,
+                           int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream) {
   const Strides of_d_out{y_b, y_n, y_d}, of_x{x_b, x_n, x_d}, of_update{f_b, f_k, f_d};
   const bool by_slot = residual == kBlock;
   const int64_t blocks = int64_t(batch) * (by_slot ? ceil_div(k, kWarps)
@@ -242,7 +241,7 @@ void scatter_back_backward(Address d_out, Address x, Address update, Address ind
                         aligned<T>({d_out, x, d_x}, {y_b, y_n, x_b, x_n, width}) &&
                         aligned<F>({update, d_update}, {f_b, f_k, width});
       auto kernel = wide ? scatter_back_backward_kernel<T, F, kTogether<T, F>> : scatter_back_backward_kernel<T, F, 1>;
-      launch(kernel, blocks, kThreads, !by_slot && k, stream, pointer<T>(d_out), pointer<T>(x), pointer<F>(update),
+      launch(kernel, blocks, kThreads, 0, !by_slot && k, stream, pointer<T>(d_out), pointer<T>(x), pointer<F>(update),
              pointer<int64_t>(indices), pointer<int>(inverse), pointer<float>(gates), pointer<T>(d_x),
              pointer<F>(d_update), pointer<float>(d_gates), batch, length, k, of_d_out, of_x, of_update, width,
              residual);

@@ -50,6 +50,7 @@ _forward = define(
     fake=_fake,
     eager=eager.route,
     triton=deferred(f"{__name__}.triton", "route"),
+    cuda=deferred(f"{__name__}.cuda", "route"),
 )
 _backward = define(
     "route_backward(Tensor d_rows, Tensor d_gates, Tensor d_logits, Tensor x, Tensor? weight, Tensor logits, "

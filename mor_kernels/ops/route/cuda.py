@@ -1,4 +1,4 @@
-"""Routing by the kernels of ``csrc/route_backward.cu``."""
+"""Routing by the kernels of ``csrc/route.cu`` and ``csrc/route_backward.cu``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import torch
 
 from ... import _C
 from .._cuda import ACTIVATIONS, contiguous, inverse_of, launch
+
+IN_FLIGHT = 36 * 2**20  # bytes of rows scored and copied before a sequence's own are copied: what L2 holds
+
+
+def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
+    batch, length, width = x.shape
+    scored = length if candidates is None else candidates.shape[1]
+    recorded, ready, weight, candidates, seqlens = contiguous(indices, logits, weight, candidates, seqlens)
+    if weight is not None and weight.dtype != x.dtype:
+        weight = weight.float()
+    rows = x.new_empty(batch, k, width)
+    indices = torch.empty(batch, k, dtype=torch.int64, device=x.device)
+    gates = torch.empty(batch, k, dtype=torch.float32, device=x.device)
+    words = torch.empty(batch * (scored + k), dtype=torch.float32, device=x.device)
+    counts = (torch.empty if words.numel() else torch.zeros)(batch, dtype=torch.int32, device=x.device)
+    if words.numel():
+        launch(
+            _C.route, x, weight, ready, candidates, seqlens, recorded, rows, indices, gates, words, counts,
+            batch, length, scored, k, width, *x.stride(), int(seqlens is not None and seqlens.dtype == torch.int32),
+            ACTIVATIONS[activation], alpha, temperature, torch.finfo(x.dtype).max if rank == "score" else 0.0,
+            IN_FLIGHT, x.dtype, x.dtype if weight is None else weight.dtype,
+        )  # fmt: skip
+    return rows, indices, gates, words[: batch * scored].view(batch, scored), counts
 
 
 def route_backward(

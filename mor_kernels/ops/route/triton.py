@@ -28,7 +28,7 @@ from .._triton import FLOAT_MAX, activate, bounded, contiguous, find, gate, inve
 WHOLE = 2048  # logits that one program can select among: all of most training sequences
 CHUNK = 1024  # of a longer sequence: what is wanted at once takes fewer registers
 REPEATED = 512  # of a recorded choice
-IN_FLIGHT = 20 * 2**20  # bytes of rows scored and copied before a sequence's own are copied: what L2 holds
+IN_FLIGHT = 36 * 2**20  # bytes of rows scored and copied before a sequence's own are copied: what L2 holds
 BLOCK = 256  # positions that a program of the backward pass looks up at once
 PARTIALS = 512  # programs of the backward pass, each with its own sum of the router's gradient
 
@@ -140,7 +140,9 @@ def _score(
             d = start + tl.arange(0, WIDTH)
             w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
             source = x + (position.to(tl.int64) * stride_n)[:, None] + d[None, :].to(tl.int64) * stride_d
-            row = tl.load(source, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            mask = valid[:, None] & (d < D)[None, :]
+            # it stays in the L2 cache until it is copied
+            row = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
             logit += tl.sum(row * w[None, :], 1)
     logit = tl.where(valid, bounded(tl.div_rn(logit, temperature), FLOAT_MAX), 0.0)
     word = tl.where(logit == logit, logit.to(tl.int32, bitcast=True), NAN)
