@@ -175,8 +175,6 @@ class Cases:
     def __init__(self, device: str, compiled: Callable):
         self.device, self.compiled = device, compiled
         self.flashinfer = FlashInfer() if device == "cuda" and importlib.util.find_spec("flashinfer") else None
-        native = device == "cuda" and _dispatch.unavailable("triton", "paged_attention", device) is None
-        self.backend, self.label = ("triton", "triton") if native else ("eager", "ours, eager")
         self.shared = {}  # the last large pool
 
     def _normal(self, seed, *shape, dtype=BF16):
@@ -213,9 +211,14 @@ class Cases:
     def _tokens(self, batch, mean):
         return int(self._rows(batch, mean, 1, BF16, 0, pool=False).lens.sum())
 
-    def _implementations(self, prepare, rivals):
-        own = Implementation(self.label, prepare, ours=True)
-        return (*(Implementation(name, rival) for name, rival in rivals.items()), own)
+    def _implementations(self, op, prepare, rivals):
+        """``prepare(backend, inputs)`` for each of our backends that has kernels here, or eager; rivals first."""
+        native = [b for b in ("cuda", "triton") if self.device == "cuda" and not _dispatch.unavailable(b, op, "cuda")]
+        ours = {name: name for name in native} or {"ours, eager": "eager"}
+        return (
+            *(Implementation(name, rival) for name, rival in rivals.items()),
+            *(Implementation(label, functools.partial(prepare, backend), ours=True) for label, backend in ours.items()),
+        )
 
     def append(self, tokens, page_size, compiled):
         """One token of each of so many rows, or a prompt; q is turned as well."""
@@ -231,10 +234,10 @@ class Cases:
                 positions=positions.to(self.device), page_size=page_size,
             )  # fmt: skip
 
-        def own(s):
+        def own(backend, s):
             def call():
                 q = ops.kv_append_(
-                    s.k, s.v, s.k_cache, s.v_cache, s.slots, positions=s.positions, q=s.q, backend=self.backend
+                    s.k, s.v, s.k_cache, s.v_cache, s.slots, positions=s.positions, q=s.q, backend=backend
                 )
                 return q, s.k_cache, s.v_cache
 
@@ -256,7 +259,7 @@ class Cases:
         # read and written: q, k, v; read: slots and positions
         moved = tokens * (2 * 2 * (HEADS + 2 * GROUPS) * WIDTH + 2 * 8)
         return Case("rope + append", f"{tokens} tokens, page {page_size}", moved, make, check_append,
-                    self._implementations(own, rivals))  # fmt: skip
+                    self._implementations("kv_append_", own, rivals))  # fmt: skip
 
     def lookup(self, batch, mean, page_size, compiled):
         total = self._tokens(batch, mean)
@@ -270,8 +273,8 @@ class Cases:
             s.offsets = F.pad(s.lens.cumsum(0), (1, 0)).int()
             return s
 
-        def own(s):
-            return lambda: ops.kv_lookup(s.k_cache, s.v_cache, s.table, s.offsets, total, backend=self.backend)
+        def own(backend, s):
+            return lambda: ops.kv_lookup(s.k_cache, s.v_cache, s.table, s.offsets, total, backend=backend)
 
         def plain(function, s):
             return lambda: function(s.k_cache, s.v_cache, *s.where)
@@ -281,7 +284,7 @@ class Cases:
             rivals["compile"] = functools.partial(plain, self.compiled(lookup_plain))
         moved = total * 2 * 2 * 2 * GROUPS * WIDTH  # keys and values read and written
         return Case("lookup", f"B{batch} mean {mean}, page {page_size}", moved, make, check_lookup,
-                    self._implementations(own, rivals))  # fmt: skip
+                    self._implementations("kv_lookup", own, rivals))  # fmt: skip
 
     def decode(self, batch, mean, page_size, dtype=BF16):
         total = self._tokens(batch, mean)
@@ -295,8 +298,8 @@ class Cases:
                 s.scales = {n: torch.full((GROUPS,), scale, device=self.device) for n in ("k_scale", "v_scale")}
             return s
 
-        def own(s):
-            options = {"backend": self.backend}
+        def own(backend, s):
+            options = {"backend": backend}
             schedule = ops.attention_schedule(s.lens, HEADS, GROUPS, batch, **options)
             options |= {"schedule": schedule, **s.scales}
             return lambda: ops.paged_attention(s.q, s.k_cache, s.v_cache, s.table, s.lens, **options)
@@ -309,19 +312,26 @@ class Cases:
             rivals["FlashInfer"] = self.flashinfer.attend
         moved = total * 2 * GROUPS * WIDTH * dtype.itemsize + batch * HEADS * WIDTH * 2 * 2
         return Case("decode" if dtype == BF16 else "decode fp8", f"B{batch} mean {mean}, page {page_size}", moved, make,
-                    check_attention, self._implementations(own, rivals))  # fmt: skip
+                    check_attention, self._implementations("paged_attention", own, rivals))  # fmt: skip
 
     def schedule(self, batch, mean):
         def make(seed):
             return self._rows(batch, mean, 16, BF16, seed, pool=False)
 
-        def own(s):
-            return lambda: ops.attention_schedule(s.lens, HEADS, GROUPS, batch, backend=self.backend)
+        def own(backend, s):
+            return lambda: ops.attention_schedule(s.lens, HEADS, GROUPS, batch, backend=backend)
 
         def check(inputs, outputs, ours):
             return 0.0  # what it is worth, decode attention shows
 
-        return Case("schedule", f"B{batch} mean {mean}", 4 * batch, make, check, self._implementations(own, {}))
+        return Case(
+            "schedule",
+            f"B{batch} mean {mean}",
+            4 * batch,
+            make,
+            check,
+            self._implementations("attention_schedule", own, {}),
+        )
 
     def take(self, batch):
         """Slots and pages for a token of each row, and their count; a pass, all layers together, does each once."""
@@ -356,9 +366,14 @@ class Cases:
             inputs.state = SimpleNamespace(page_table=inputs.table)
             return check_taken(inputs, outputs, ours)
 
-        return Case("take_pages_", f"B{batch}", batch * (8 + 4 + 3 * 8 + 4), make, check,
-                    self._implementations(functools.partial(prepare, self.backend),
-                                          {"eager": functools.partial(prepare, "eager")}))  # fmt: skip
+        return Case(
+            "take_pages_",
+            f"B{batch}",
+            batch * (8 + 4 + 3 * 8 + 4),
+            make,
+            check,
+            self._implementations("take_pages_", prepare, {"eager": functools.partial(prepare, "eager")}),
+        )
 
 
 def make_cases(

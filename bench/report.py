@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -31,11 +32,12 @@ def results(benchmark: str, folder: Path) -> dict[Path, dict]:
 
 
 def _groups(result: dict) -> Iterator[tuple[str, str, list[dict], dict | None]]:
-    """Operator, case, its rows, and ours among them."""
+    """Operator, case, its rows, and the fastest of ours among them."""
     rows = result["rows"]
     for op, case in dict.fromkeys((row["op"], row["case"]) for row in rows):
         group = [row for row in rows if (row["op"], row["case"]) == (op, case)]
-        yield op, case, group, next((row for row in group if row["ours"]), None)
+        ours = [row for row in group if row["ours"]]
+        yield op, case, group, min(ours, key=lambda row: row["ms"] or math.inf, default=None)
 
 
 def _markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:

@@ -236,19 +236,17 @@ class Cases:
 
         return normal
 
-    def _backend(self, op):
-        """Our backend and what its row is called: Triton, or what the device has in its place."""
-        if self.device == "cuda" and _dispatch.unavailable("triton", op, self.device) is None:
-            return "triton", "triton"
-        return "eager", "ours, eager"
+    def _backends(self, op):
+        """Our backends by what their rows are called: those with kernels, or what the device has in their place."""
+        native = [b for b in ("cuda", "triton") if self.device == "cuda" and not _dispatch.unavailable(b, op, "cuda")]
+        return {name: name for name in native} or {"ours, eager": "eager"}
 
     def _implementations(self, op, prepare, own, rivals):
         """``prepare(function, inputs)`` for each function, ours last."""
-        backend, label = self._backend(op)
-        functions = {**rivals, label: functools.partial(own, backend=backend)}
+        ours = {label: functools.partial(own, backend=backend) for label, backend in self._backends(op).items()}
         return tuple(
-            Implementation(name, functools.partial(prepare, function), ours=name == label)
-            for name, function in functions.items()
+            Implementation(name, functools.partial(prepare, function), ours=name in ours)
+            for name, function in {**rivals, **ours}.items()
         )
 
     def _route_rivals(self):

@@ -1,7 +1,6 @@
 """The routing benchmark on tiny shapes: every implementation passes its check, and planted faults don't."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,9 +117,14 @@ def test_a_changed_row_that_was_not_kept_is_caught():
         case.check(inputs, out, True)
 
 
-def test_triton_is_ours_where_it_works_and_is_named_truly(monkeypatch):
-    reasons = {"route": None, "pack_depths": "no such kernel"}
-    monkeypatch.setattr(routing, "_dispatch", SimpleNamespace(unavailable=lambda _, op, device: reasons[op]))
+def test_ours_are_the_backends_that_work_and_are_named_truly(monkeypatch):
+    reasons = {("triton", "route"): None, ("cuda", "route"): None, ("triton", "pack_depths"): None}
+    monkeypatch.setattr(routing._dispatch, "unavailable", lambda backend, op, _: reasons.get((backend, op), "absent"))
+
+    def ours(case):
+        return [implementation.name for implementation in case.implementations if implementation.ours]
+
     cases = routing.Cases("cuda", lambda function: function)
-    assert cases.route(1, 2, 3, 1).implementations[-1].name == "triton"
-    assert cases.pack(1, 2, 3).implementations[-1].name == "ours, eager"
+    assert ours(cases.route(1, 2, 3, 1)) == ["cuda", "triton"]
+    assert ours(cases.pack(1, 2, 3)) == ["triton"]
+    assert ours(cases.scatter_back(1, 2, 3, 1)) == ["ours, eager"]
