@@ -1,0 +1,169 @@
+"""Run as a script under compute-sanitizer: every CUDA operator with awkward shapes.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that each tensor is an allocation, with bounds of its own
+    compute-sanitizer --tool memcheck python tests/sanitize.py  # then racecheck, and initcheck
+
+Nothing is compared here, which the other tests do; an operator that isn't called fails the script. initcheck reports
+`place` (csrc/common.cuh), which by design reads what no index named, and then checks it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from mor_kernels import ops
+from mor_kernels.ops import _dispatch
+
+BACKEND = "cuda"
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+ROWS = [
+    (2, 33, 960, 20, BF16),
+    (3, 70, 10, 70, FP32),
+    (1, 17, 33, 5, FP16),
+    (2, 5, 1024, 0, BF16),
+    (2, 40, 4100, 9, FP32),
+]
+LONG = (1, 20000, 8, 7000, FP16)
+CACHES = [
+    (16, 5, 15, 64, BF16), (64, 2, 14, 96, FP16), (1, 3, 3, 33, FP32), (7, 8, 16, 128, BF16), (16, 1, 8, 256, BF16),
+    (16, 5, 15, 64, FP8), (3, 2, 6, 10, FP8),
+]  # fmt: skip
+
+
+def normal(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def backward(*outputs: torch.Tensor) -> None:
+    outputs = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x, x), dim=-1)[..., 0]
+
+
+def streams() -> None:
+    for batch, length, width, k, dtype in (*ROWS, LONG):
+        weight = normal(width).requires_grad_()
+        for x in (normal(batch, length, width, dtype=dtype), strided(normal(batch, length, width, dtype=dtype))):
+            x = x.requires_grad_()
+            lens = torch.randint(0, length + 1, (batch,), device="cuda")
+            routed = ops.route(x, weight, k, seqlens=lens, backend=BACKEND)
+            backward(*routed)
+            among, fewer = routed.indices, k // 2
+            nested = ops.route(x, weight.to(dtype), fewer, candidates=among, rank="score", backend=BACKEND)
+            backward(*nested)
+            again = ops.route(x, weight, fewer, candidates=among, indices=nested.indices, backend=BACKEND)
+            backward(*again)
+            ready = normal(batch, length).requires_grad_()
+            backward(*ops.route(x, None, k, logits=ready, activation="tanh", backend=BACKEND))
+            update = normal(batch, k, width).requires_grad_()
+            for residual in ("block", "delta", "none"):
+                for gates in (None, routed.gates.detach().requires_grad_()):
+                    backward(ops.scatter_back(x, update, routed.indices, gates, residual=residual, backend=BACKEND))
+                    with torch.no_grad():
+                        ops.scatter_back_(x.clone(), update, routed.indices, gates, residual=residual, backend=BACKEND)
+            backward(ops.gather(x.flatten(0, 1), routed.indices.flatten(), backend=BACKEND))
+    for width, dtype in ((960, BF16), (33, FP32), (4104, FP16)):
+        recursions = torch.tensor([0, 2, -1, 1, 0], device="cuda")
+        state = normal(5, width, dtype=dtype)
+        for options in ({}, {"aux_weight": normal(3, width, dtype=dtype), "last": recursions + 1}):
+            with torch.no_grad():
+                ops.depth_step_(
+                    state, normal(5, width, dtype=dtype), normal(5), recursions, normal(3, width, dtype=dtype),
+                    backend=BACKEND, **options,
+                )  # fmt: skip
+
+
+def pages_of(lens: list[int], page_size: int) -> tuple[torch.Tensor, int]:
+    """A page table of rows of these lengths, whose pages lie anywhere, and how many pages there are."""
+    need = [-(-length // page_size) for length in lens]
+    pages = torch.randperm(sum(need) + 3).int()
+    table = torch.full((len(lens), max(need) + 1), -1, dtype=torch.int32)
+    for row, (first, count) in enumerate(zip(torch.tensor([0, *need]).cumsum(0).tolist(), need)):
+        table[row, :count] = pages[first : first + count]
+    return table.cuda(), len(pages)
+
+
+def caches() -> None:
+    for page_size, groups, heads, width, dtype in CACHES:
+        lens = [0, 1, page_size, page_size + 1, 700, 5, 1300, 63]
+        table, pages = pages_of(lens, page_size)
+        k_cache, v_cache = (normal(pages, page_size, groups, width, dtype=dtype) for _ in "kv")
+        scales = {}
+        if dtype == FP8:
+            scales = {name: torch.rand(groups, device="cuda") + 0.5 for name in ("k_scale", "v_scale")}
+        active = BF16 if dtype == FP8 else dtype
+        attend = functools.partial(ops.paged_attention, backend=BACKEND, **scales)
+        k_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        attend(normal(len(lens), heads, width, dtype=active), k_cache, v_cache, table, k_lens)
+        several = {
+            "rows": torch.tensor([6, -1, 4, 2, -1], device="cuda"),
+            "cu_seqlens_q": torch.tensor([0, 3, 3, 8, 12, 12], dtype=torch.int32, device="cuda"),
+        }
+        k_lens = torch.tensor([1300, 9, 700, 1, 3], dtype=torch.int32, device="cuda")
+        q = normal(heads, 15, width, dtype=active).transpose(0, 1)
+        attend(q, k_cache, v_cache, table, k_lens, **several)
+        attend(q, k_cache, v_cache, table, k_lens, q_positions=torch.randint(0, 60, (15,), device="cuda"), **several)
+        for tokens in (0, 1, 13, 300):
+            slots = torch.randperm(pages * page_size)[:tokens].cuda()
+            slots[::5] = -1
+            k, v, q = (normal(len(slots), h, width, dtype=active) for h in (groups, groups, heads))
+            ops.kv_append_(k, v, k_cache, v_cache, slots, backend=BACKEND, **scales)
+            if width % 2 == 0:
+                positions = torch.arange(len(slots), device="cuda") * 7
+                ops.kv_append_(
+                    k, v, k_cache, v_cache, slots, positions=positions, q=strided(q), backend=BACKEND, **scales
+                )
+        starts = torch.tensor([0, *lens]).cumsum(0).int().cuda()
+        for total in (sum(lens), sum(lens) + 70):
+            ops.kv_lookup(k_cache, v_cache, table, starts, total, backend=BACKEND)
+        if dtype == FP8:
+            continue
+        k, v = (normal(40, groups, width, dtype=dtype).requires_grad_() for _ in "kv")
+        slots = torch.arange(40, device="cuda") % (pages * page_size)
+        slots[3] = -1
+        turned = {"positions": torch.arange(40, device="cuda")} if width % 2 == 0 else {}
+        new = ops.kv_append(k, v, k_cache.requires_grad_(), v_cache.requires_grad_(), slots, backend=BACKEND, **turned)
+        backward(*ops.kv_lookup(*new, table, starts, sum(lens), backend=BACKEND))
+        if turned:
+            positions = torch.randint(0, 2**20, (40,), device="cuda")
+            backward(*ops.rope((k[:, :1], v), positions, backend=BACKEND))
+            backward(ops.rope(strided(k), positions.to(torch.int16), backend=BACKEND))
+
+
+def recorded(name: str, function: Callable, called: set[str]) -> Callable:
+    @functools.wraps(function)
+    def run(*arguments):
+        called.add(name)
+        return function(*arguments)
+
+    return run
+
+
+def main() -> None:
+    if reason := _dispatch.unavailable(BACKEND):
+        sys.exit(reason)
+    torch.manual_seed(0)
+    tables = {name: table for name, table in _dispatch._implementations.items() if BACKEND in table}
+    called: set[str] = set()
+    for name, table in tables.items():
+        table[BACKEND] = recorded(name, table[BACKEND], called)
+    streams()
+    caches()
+    torch.cuda.synchronize()
+    if missed := tables.keys() - called:
+        sys.exit(f"not called: {', '.join(sorted(missed))}")
+    print(f"{len(called)} operators called")
+
+
+if __name__ == "__main__":
+    main()
