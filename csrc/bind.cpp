@@ -1,5 +1,6 @@
 // mor_kernels._C: the launchers of launch.h. It imports on a machine without a GPU or a driver, and with any torch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "launch.h"
 
@@ -17,4 +18,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("scatter_back", &scatter_back);
   m.def("scatter_back_backward", &scatter_back_backward);
   m.def("route", &route);
+  m.def("rope", &rope);
+  m.def("kv_append", &kv_append);
+  m.def("kv_merge", &kv_merge);
+  m.def("kv_lookup", &kv_lookup);
+  m.def("kv_lookup_backward", &kv_lookup_backward);
 }

@@ -2,6 +2,7 @@
 // none; sizes and strides count elements. Each launches on `stream` and returns at once; it throws if it can't.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -54,5 +55,26 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
            int batch, int length, int scored, int k, int width, int64_t x_b, int64_t x_n, int64_t x_d,
            int seqlens_dtype, int activation, double alpha, double temperature, double largest, int64_t in_flight,
            int dtype, int weight_dtype, Address stream);
+
+// rope.cu; tokens stand at (batch, length)
+void rope(Address q, Address k, Address positions, Address out_q, Address out_k, int64_t batch, int64_t length,
+          int q_heads, int k_heads, int half, double theta, bool inverse, int64_t p_b, int64_t p_n, int64_t q_b,
+          int64_t q_n, int64_t q_h, int64_t k_b, int64_t k_n, int64_t k_h, int positions_dtype, int dtype,
+          Address stream);
+
+// kv.cu; from are the strides (token, head, dimension) of q, k, v, and to those (page, slot, head, dimension) of the
+// caches; k and v of 0 are zeros
+void kv_append(Address q, Address k, Address v, Address slots, Address positions, Address out_q, Address k_cache,
+               Address v_cache, Address k_scale, Address v_scale, double theta, int64_t tokens, int64_t slots_there,
+               int q_heads, int heads, int width, int page_size, std::array<int64_t, 9> from,
+               std::array<int64_t, 8> to, int positions_dtype, int dtype, int cache_dtype, Address stream);
+void kv_merge(Address k, Address v, Address k_old, Address v_old, Address slots, Address inverse, Address k_out,
+              Address v_out, int64_t n, int64_t length, int width, int new_dtype, int dtype, Address stream);
+void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Address k_out, Address v_out, int64_t total,
+               int64_t rows, int64_t max_pages, int64_t pages, int64_t k_page, int64_t k_slot, int64_t v_page,
+               int64_t v_slot, int page_size, int width, int item_size, Address stream);
+void kv_lookup_backward(Address d_k, Address d_v, Address entries, Address first, Address cu_seqlens, Address k_out,
+                        Address v_out, int64_t slots, int64_t max_pages, int page_size, int width, int dtype,
+                        Address stream);
 
 }  // namespace mor

@@ -102,17 +102,6 @@ def caches() -> None:
         if dtype == FP8:
             scales = {name: torch.rand(groups, device="cuda") + 0.5 for name in ("k_scale", "v_scale")}
         active = BF16 if dtype == FP8 else dtype
-        attend = functools.partial(ops.paged_attention, backend=BACKEND, **scales)
-        k_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-        attend(normal(len(lens), heads, width, dtype=active), k_cache, v_cache, table, k_lens)
-        several = {
-            "rows": torch.tensor([6, -1, 4, 2, -1], device="cuda"),
-            "cu_seqlens_q": torch.tensor([0, 3, 3, 8, 12, 12], dtype=torch.int32, device="cuda"),
-        }
-        k_lens = torch.tensor([1300, 9, 700, 1, 3], dtype=torch.int32, device="cuda")
-        q = normal(heads, 15, width, dtype=active).transpose(0, 1)
-        attend(q, k_cache, v_cache, table, k_lens, **several)
-        attend(q, k_cache, v_cache, table, k_lens, q_positions=torch.randint(0, 60, (15,), device="cuda"), **several)
         for tokens in (0, 1, 13, 300):
             slots = torch.randperm(pages * page_size)[:tokens].cuda()
             slots[::5] = -1

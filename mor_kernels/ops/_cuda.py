@@ -26,6 +26,13 @@ def _plain(argument):
     return 0 if argument is None else argument
 
 
+def index_code(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Integers of any kind as int64 (code 0) or int32 (code 1), which the kernels read."""
+    if values.dtype not in (torch.int64, torch.int32):
+        values = values.long()
+    return values, int(values.dtype == torch.int32)
+
+
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 

@@ -38,6 +38,7 @@ _append = define(
     fake=_like_caches,
     eager=eager.append,
     triton=deferred(f"{__name__}.triton", "append"),
+    cuda=deferred(f"{__name__}.cuda", "append"),
 )
 _append_in_place = define(
     "kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? q, "
@@ -45,12 +46,14 @@ _append_in_place = define(
     fake=lambda k, v, k_cache, v_cache, slots, q, *_: k.new_empty(0) if q is None else q.new_empty(q.shape),
     eager=eager.append_in_place,
     triton=deferred(f"{__name__}.triton", "append_in_place"),
+    cuda=deferred(f"{__name__}.cuda", "append_in_place"),
 )
 _append_backward = define(
     "kv_append_backward(Tensor d_k_cache, Tensor d_v_cache, Tensor slots, str backend) -> (Tensor, Tensor)",
     fake=lambda d_k_cache, d_v_cache, _: tuple(t.new_empty(t.shape) for t in (d_k_cache, d_v_cache)),
     eager=eager.append_backward,
     triton=deferred(f"{__name__}.triton", "append_backward"),
+    cuda=deferred(f"{__name__}.cuda", "append_backward"),
 )
 _lookup = define(
     "kv_lookup(Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor cu_seqlens, SymInt total, str backend)"
@@ -58,6 +61,7 @@ _lookup = define(
     fake=_fake_lookup,
     eager=eager.lookup,
     triton=deferred(f"{__name__}.triton", "lookup"),
+    cuda=deferred(f"{__name__}.cuda", "lookup"),
 )
 _lookup_backward = define(
     "kv_lookup_backward(Tensor d_k, Tensor d_v, Tensor page_table, Tensor cu_seqlens, SymInt num_pages, "
@@ -65,6 +69,7 @@ _lookup_backward = define(
     fake=_fake_lookup_backward,
     eager=eager.lookup_backward,
     triton=deferred(f"{__name__}.triton", "lookup_backward"),
+    cuda=deferred(f"{__name__}.cuda", "lookup_backward"),
 )
 
 

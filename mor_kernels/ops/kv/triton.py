@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .._triton import cos_sin, frequencies, inverse_of, last_at_most, place, step_of, tile, to_e4m3
+from ._entries import entries_by_page
 
 HEADS = 4  # of a program of the append: what lies side by side in memory
 BYTES = 4096  # of halves of heads in a program: 64 a thread, in flight together
@@ -247,11 +248,7 @@ def lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size):
         return tuple(out)
     if 0 in (*page_table.shape, d_k.shape[0]):
         return tuple(t.zero_() for t in out)
-    # entries of the page table by the page that they name; those past their row's end name none
-    used = torch.arange(page_table.shape[1], device=page_table.device) * page_size < cu_seqlens.diff()[:, None]
-    used = used & (page_table >= 0) & (page_table < num_pages)
-    named, entries = torch.where(used, page_table, num_pages).flatten().sort(stable=True)
-    first = torch.searchsorted(named, torch.arange(num_pages + 1, device=named.device, dtype=named.dtype))
+    entries, first = entries_by_page(page_table, cu_seqlens, num_pages, page_size)
     size = tile(width, 2048, 4)
     _lookup_backward[(triton.cdiv(slots, size.rows), triton.cdiv(width, size.width))](
         d_k.contiguous(), d_v.contiguous(), entries, first, cu_seqlens.contiguous(), *out, slots, page_table.shape[1],

@@ -18,6 +18,7 @@ _rope = define(
     fake=lambda q, k, *_: (q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)),
     eager=eager.rope,
     triton=deferred(f"{__name__}.triton", "rope"),
+    cuda=deferred(f"{__name__}.cuda", "rope"),
 )
 
 
