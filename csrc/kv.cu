@@ -8,8 +8,9 @@
 namespace mor {
 namespace {
 
-constexpr int kThreads = 256, kAppendThreads = 128;
-constexpr int kTokens = 32;  // of a block that looks up
+constexpr int kThreads = 256, kAppendThreads = 128, kLookupThreads = 128;
+constexpr int kTokens = 8;     // of a block that looks up
+constexpr int kManyHeads = 4;  // of a thread that appends, if there are many tokens
 
 // As PyTorch rounds: what is larger than 448 becomes 448, NaN stays.
 __device__ __forceinline__ uint8_t to_e4m3(float x) {
@@ -43,72 +44,79 @@ struct Append {
   const void* positions;
   int64_t tokens, slots_there;
   int q_heads, heads, width, page_size, positions_dtype, dtype, cache_dtype;
-  Rotation rotation;
+  double log2_step;
 };
 
-// N elements of a head and the N that they turn with. Rows and caches of T, or of T and e4m3, if N > 1.
-template <class T, bool kFp8, int N>
+// Of some heads of a token N elements and the N that they turn with. Rows and caches of T, or of T and e4m3, if N > 1.
+template <class T, bool kFp8, int N, int kHeads>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ Append p) {
+  __shared__ Frequencies frequencies;
   const int half = (p.width + 1) / 2, pieces = half / N;
-  const int64_t each = int64_t(p.q_heads + 2 * p.heads) * pieces;
+  const int q_shares = ceil_div(p.q_heads, kHeads), shares = ceil_div(p.heads, kHeads);
+  const int64_t each = int64_t(q_shares + 2 * shares) * pieces;
   const int64_t id = int64_t(blockIdx.x) * kAppendThreads + threadIdx.x, token = id / each;
-  if (token >= p.tokens) return;
-  int head = id % each / pieces;
-  const int i = id % pieces * N;
-  const bool is_q = head < p.q_heads, is_v = head >= p.q_heads + p.heads;
+  const bool there = token < p.tokens;
+  const int share = id % each / pieces, i = id % pieces * N;
+  const bool is_q = share < q_shares, is_v = share >= q_shares + shares;
   const Source& source = is_q ? p.q : is_v ? p.v : p.k;
   const Cache& cache = is_v ? p.v_cache : p.k_cache;
-  if (!is_q) head -= is_v ? p.q_heads + p.heads : p.q_heads;
-  const int64_t slot = is_q ? 0 : p.slots[token];
-  const bool turns = p.positions && !is_v;
+  const int count = is_q ? p.q_heads : p.heads;
+  const int first = (is_q ? share : is_v ? share - q_shares - shares : share - q_shares) * kHeads;
+  const int64_t slot = is_q || !there ? 0 : p.slots[token];
+  const bool turns = p.positions && !is_v && there;
   const int64_t position = turns ? load_position(p.positions, p.positions_dtype, token) : 0;
-  const int64_t from = token * source.n + head * source.h;
+  const int64_t from = token * source.n + first * source.h;
   const bool pair = i + half < p.width;  // but for the middle of an odd width
-  float a[N], b[N];
+  Held<T, N> low[kHeads], high[kHeads];
   if constexpr (N > 1) {
-    const T* x = static_cast<const T*>(source.x) + from;
-    to_floats<T>(load_held<T, N>(x, i, 1), a);
-    to_floats<T>(load_held<T, N>(x, i + half, 1), b);
-  } else {
-    a[0] = load_any(source.x, p.dtype, from + i * source.d);
-    b[0] = pair ? load_any(source.x, p.dtype, from + (i + half) * source.d) : 0.0f;
-  }
-  if (turns) {
 #pragma unroll
-    for (int e = 0; e < N; ++e)
-      turn_pair(int64_t(uint64_t(position) * uint64_t(p.rotation.frequency(i + e))), a[e], b[e]);
+    for (int h = 0; h < kHeads; ++h)
+      if (there && first + h < count) {
+        const T* x = static_cast<const T*>(source.x) + from + h * source.h;
+        low[h] = load_held<T, N>(x, i, 1), high[h] = load_held<T, N>(x, i + half, 1);
+      }
   }
-  if (is_q) {
-    const int64_t to = (token * p.q_heads + head) * p.width + i;
+  if (p.positions) frequencies.fill(half, p.log2_step);  // while the loads are under way
+  if (!there) return;
+  float cos[N], sin[N];
+  if (turns) angles(frequencies, p.log2_step, i, position, cos, sin);
+  if (!is_q && (slot < 0 || slot >= p.slots_there)) return;
+  const int64_t to = is_q ? (token * p.q_heads + first) * p.width
+                          : slot / p.page_size * cache.page + slot % p.page_size * cache.slot + first * cache.h;
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (first + h >= count) break;
+    float a[N], b[N];
     if constexpr (N > 1) {
-      store_held(static_cast<T*>(p.out_q) + to, 0, 1, from_floats<T>(a));
-      store_held(static_cast<T*>(p.out_q) + to, half, 1, from_floats<T>(b));
+      to_floats<T>(low[h], a), to_floats<T>(high[h], b);
     } else {
-      store_any(p.out_q, p.dtype, to, a[0]);
-      if (pair) store_any(p.out_q, p.dtype, to + half, b[0]);
+      a[0] = load_any(source.x, p.dtype, from + h * source.h + i * source.d);
+      b[0] = pair ? load_any(source.x, p.dtype, from + h * source.h + (i + half) * source.d) : 0.0f;
     }
-    return;
-  }
-  if (slot < 0 || slot >= p.slots_there) return;
-  if (cache.scales) {
-    const float scale = cache.scales[head];
+    if (turns) turn_pairs(cos, sin, a, b);
+    if (!is_q && cache.scales) {
+      const float scale = cache.scales[first + h];
 #pragma unroll
-    for (int e = 0; e < N; ++e) a[e] = __fdiv_rn(a[e], scale), b[e] = __fdiv_rn(b[e], scale);
-  }
-  const int64_t to = slot / p.page_size * cache.page + slot % p.page_size * cache.slot + head * cache.h;
-  if constexpr (N == 1) {
-    store_any(cache.x, p.cache_dtype, to + i * cache.d, a[0]);
-    if (pair) store_any(cache.x, p.cache_dtype, to + (i + half) * cache.d, b[0]);
-  } else if constexpr (kFp8) {
-    Pack<uint8_t, N> first, second;
+      for (int e = 0; e < N; ++e) a[e] = __fdiv_rn(a[e], scale), b[e] = __fdiv_rn(b[e], scale);
+    }
+    if constexpr (N == 1) {
+      void* x = is_q ? p.out_q : cache.x;
+      const int dtype = is_q ? p.dtype : p.cache_dtype;
+      const int64_t at = to + h * (is_q ? int64_t(p.width) : cache.h), d = is_q ? 1 : cache.d;
+      store_any(x, dtype, at + i * d, a[0]);
+      if (pair) store_any(x, dtype, at + (i + half) * d, b[0]);
+    } else if (kFp8 && !is_q) {
+      Pack<uint8_t, N> codes, paired;
 #pragma unroll
-    for (int e = 0; e < N; ++e) first.at[e] = to_e4m3(a[e]), second.at[e] = to_e4m3(b[e]);
-    *reinterpret_cast<Pack<uint8_t, N>*>(static_cast<uint8_t*>(cache.x) + to + i) = first;
-    *reinterpret_cast<Pack<uint8_t, N>*>(static_cast<uint8_t*>(cache.x) + to + i + half) = second;
-  } else {
-    T* x = static_cast<T*>(cache.x) + to;
-    store_held(x, i, 1, from_floats<T>(a));
-    store_held(x, i + half, 1, from_floats<T>(b));
+      for (int e = 0; e < N; ++e) codes.at[e] = to_e4m3(a[e]), paired.at[e] = to_e4m3(b[e]);
+      uint8_t* x = static_cast<uint8_t*>(cache.x) + to + h * cache.h + i;
+      *reinterpret_cast<Pack<uint8_t, N>*>(x) = codes;
+      *reinterpret_cast<Pack<uint8_t, N>*>(x + half) = paired;
+    } else {
+      T* x = static_cast<T*>(is_q ? p.out_q : cache.x) + to + h * (is_q ? int64_t(p.width) : cache.h);
+      store_held(x, i, 1, from_floats<T>(a));
+      store_held(x, i + half, 1, from_floats<T>(b));
+    }
   }
 }
 
@@ -146,39 +154,41 @@ struct Lookup {
 
 // out[t] = cache[page, offset] of the t-th token of all rows, zeros past the last; U is what travels at once.
 template <class U>
-__global__ void __launch_bounds__(kThreads) lookup_kernel(const __grid_constant__ Lookup p) {
+__global__ void __launch_bounds__(kLookupThreads) lookup_kernel(const __grid_constant__ Lookup p) {
   __shared__ int64_t page_of[kTokens];  // -1 for none
   __shared__ int offset_of[kTokens];
   const int64_t first = int64_t(blockIdx.x) * kTokens;
-  if (threadIdx.x < kTokens) {
-    const int64_t t = first + threadIdx.x;
-    int64_t low = 0, high = p.rows;  // the last row that begins at most at t
-    while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
-      if (p.cu_seqlens[middle] <= t) low = middle; else high = middle - 1;
+  const int lane = threadIdx.x % kWarp;
+  for (int token = threadIdx.x / kWarp; token < kTokens; token += kLookupThreads / kWarp) {
+    const int64_t t = first + token;
+    // the last row that begins at most at t: a warp looks at 32 of them at once
+    int64_t row = 0, stride = 1;
+    while (stride * kWarp <= p.rows) stride *= kWarp;
+    for (; stride; stride /= kWarp) {
+      const int64_t probe = row + lane * stride;
+      row += (__popc(__ballot_sync(kAll, probe <= p.rows && p.cu_seqlens[min(probe, p.rows)] <= t)) - 1) * stride;
     }
     int64_t page = -1;
     int offset = 0;
-    if (t < p.total && low < p.rows) {
-      const int64_t index = t - p.cu_seqlens[low];
-      if (index >= 0 && index / p.page_size < p.max_pages) page = p.page_table[low * p.max_pages + index / p.page_size];
+    if (t < p.total && row < p.rows) {
+      const int64_t index = t - p.cu_seqlens[row];
+      if (index / p.page_size < p.max_pages) page = p.page_table[row * p.max_pages + index / p.page_size];
       offset = index % p.page_size;
     }
-    page_of[threadIdx.x] = page < p.pages ? page : -1;
-    offset_of[threadIdx.x] = offset;
+    if (lane == 0) page_of[token] = page < p.pages ? page : -1, offset_of[token] = offset;
   }
   __syncthreads();
   const int here = int(min(int64_t(kTokens), p.total - first)) * p.units;
   const U *k = static_cast<const U*>(p.k), *v = static_cast<const U*>(p.v);
   U *k_out = static_cast<U*>(p.k_out) + first * p.units, *v_out = static_cast<U*>(p.v_out) + first * p.units;
 #pragma unroll 4
-  for (int at = threadIdx.x; at < here; at += kThreads) {
+  for (int at = threadIdx.x; at < here; at += kLookupThreads) {
     const int token = at / p.units, unit = at % p.units;
     const int64_t page = page_of[token], offset = offset_of[token];
     U k_unit{}, v_unit{};
     if (page >= 0) {
-      k_unit = __ldcs(k + page * p.k_page + offset * p.k_slot + unit);
-      v_unit = __ldcs(v + page * p.v_page + offset * p.v_slot + unit);
+      k_unit = k[page * p.k_page + offset * p.k_slot + unit];
+      v_unit = v[page * p.v_page + offset * p.v_slot + unit];
     }
     __stcs(k_out + at, k_unit);
     __stcs(v_out + at, v_unit);
@@ -225,9 +235,9 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
                  {pointer<void>(k_cache), pointer<float>(k_scale), to[0], to[1], to[2], to[3]},
                  {pointer<void>(v_cache), pointer<float>(v_scale), to[4], to[5], to[6], to[7]},
                  pointer<void>(out_q), pointer<int64_t>(slots), pointer<void>(positions), tokens, slots_there, q_heads,
-                 heads, width, page_size, positions_dtype, dtype, cache_dtype, rotation(theta, half)};
-  const auto run = [&](auto kernel, int each) {
-    const int64_t threads = tokens * (q_heads + 2 * heads) * (half / each);
+                 heads, width, page_size, positions_dtype, dtype, cache_dtype, log2_step(theta, half)};
+  const auto run = [&](auto kernel, int each, int of_thread) {
+    const int64_t threads = tokens * (ceil_div(q_heads, of_thread) + 2 * ceil_div(heads, of_thread)) * (half / each);
     kernel<<<blocks_of(threads, kAppendThreads), kAppendThreads, 0, stream_of(stream)>>>(p);
   };
   with_float(dtype, [&](auto t) {
@@ -237,9 +247,14 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
                       aligned<T>({q, k, v, out_q, k_cache, v_cache},
                                  {from[0], from[1], from[3], from[4], from[6], from[7], to[0], to[1], to[2], to[4], to[5],
                                   to[6], half});
-    if (!wide) run(append_kernel<float, false, 1>, 1);
-    else if (cache_dtype == kE4M3) run(append_kernel<T, true, kWide<T>>, kWide<T>);
-    else run(append_kernel<T, false, kWide<T>>, kWide<T>);
+    constexpr int kPack = kWide<T>;
+    // angles are worked out for several heads at once, if that leaves enough threads
+    const bool many = tokens * (q_heads + 2 * heads) * (half / kPack) > int64_t(device().multiprocessors) * 4096;
+    const bool fp8 = cache_dtype == kE4M3;
+    if (!wide) run(append_kernel<float, false, 1, 1>, 1, 1);
+    else if (fp8) run(append_kernel<T, true, kPack, 1>, kPack, 1);
+    else if (many) run(append_kernel<T, false, kPack, kManyHeads>, kPack, kManyHeads);
+    else run(append_kernel<T, false, kPack, 1>, kPack, 1);
   });
   check_launch("kv_append");
 }
@@ -266,7 +281,7 @@ void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Add
     const Lookup p{pointer<void>(k), pointer<void>(v), pointer<int>(page_table), pointer<int>(cu_seqlens),
                    pointer<void>(k_out), pointer<void>(v_out), total, rows, max_pages, pages, units(k_page),
                    units(k_slot), units(v_page), units(v_slot), page_size, int(units(width))};
-    lookup_kernel<U><<<blocks_of(total, kTokens), kThreads, 0, stream_of(stream)>>>(p);
+    lookup_kernel<U><<<blocks_of(total, kTokens), kLookupThreads, 0, stream_of(stream)>>>(p);
   };
   const bool wide = (k | v | k_out | v_out | (k_page | k_slot | v_page | v_slot | width) * item_size) % 16 == 0;
   if (wide) run(int4{});

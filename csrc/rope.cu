@@ -1,11 +1,12 @@
-// Rotary embedding of queries, and keys, at the speed of memory: a thread turns a few pairs of a head, of which the first
-// halves lie side by side, and the second. The backward turns by the negative angle.
+// Rotary embedding of queries, and keys, at the speed of memory: a thread turns a few pairs of some heads, of which the
+// first halves lie side by side, and the second. The backward turns by the negative angle.
 #include "rotary.cuh"
 
 namespace mor {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kManyHeads = 4;
 
 struct Heads {
   const void* x;
@@ -19,32 +20,45 @@ struct Params {
   const void* positions;
   int64_t tokens, length, p_b, p_n;
   int half, positions_dtype, direction;
-  Rotation rotation;
+  double log2_step;
 };
 
 // Token b * length + n stands at (b, n).
-template <class T, int N>
+template <class T, int N, int kHeads>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
-  const int pieces = p.half / N;  // of a head
-  const int64_t each = int64_t(p.q.count + p.k.count) * pieces;
+  __shared__ Frequencies frequencies;
+  const int pieces = p.half / N, q_shares = ceil_div(p.q.count, kHeads);  // of a head; of heads
+  const int64_t each = int64_t(q_shares + ceil_div(p.k.count, kHeads)) * pieces;
   const int64_t id = int64_t(blockIdx.x) * kThreads + threadIdx.x, token = id / each;
-  if (token >= p.tokens) return;
+  const bool there = token < p.tokens;
   const int64_t b = token / p.length, n = token % p.length;
-  int head = id % each / pieces;
-  const int i = id % pieces * N;
-  const Heads& heads = head < p.q.count ? p.q : p.k;
-  if (head >= p.q.count) head -= p.q.count;
-  const T* x = static_cast<const T*>(heads.x) + b * heads.x_b + n * heads.x_n + head * heads.x_h;
-  T* out = static_cast<T*>(heads.out) + (token * heads.count + head) * 2 * p.half;
-  float first[N], second[N];
-  to_floats<T>(load_held<T, N>(x, i, 1), first);
-  to_floats<T>(load_held<T, N>(x, i + p.half, 1), second);
-  const int64_t position = load_position(p.positions, p.positions_dtype, b * p.p_b + n * p.p_n) * p.direction;
+  const int i = id % pieces * N, share = id % each / pieces;
+  const Heads& heads = share < q_shares ? p.q : p.k;
+  const int first = (share < q_shares ? share : share - q_shares) * kHeads;
+  const T* x = static_cast<const T*>(heads.x) + b * heads.x_b + n * heads.x_n + first * heads.x_h;
+  T* out = static_cast<T*>(heads.out) + (token * heads.count + first) * 2 * p.half;
+  int64_t position = 0;
+  if (there) position = load_position(p.positions, p.positions_dtype, b * p.p_b + n * p.p_n) * p.direction;
+  Held<T, N> low[kHeads], high[kHeads];
 #pragma unroll
-  for (int e = 0; e < N; ++e)
-    turn_pair(int64_t(uint64_t(position) * uint64_t(p.rotation.frequency(i + e))), first[e], second[e]);
-  store_held(out, i, 1, from_floats<T>(first));
-  store_held(out, i + p.half, 1, from_floats<T>(second));
+  for (int h = 0; h < kHeads; ++h)
+    if (there && first + h < heads.count) {
+      low[h] = load_held<T, N>(x + h * heads.x_h, i, 1);
+      high[h] = load_held<T, N>(x + h * heads.x_h, i + p.half, 1);
+    }
+  frequencies.fill(p.half, p.log2_step);  // while the loads are under way
+  if (!there) return;
+  float cos[N], sin[N];
+  angles(frequencies, p.log2_step, i, position, cos, sin);
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h)
+    if (first + h < heads.count) {
+      float a[N], b[N];
+      to_floats<T>(low[h], a), to_floats<T>(high[h], b);
+      turn_pairs(cos, sin, a, b);
+      store_held(out + h * 2 * p.half, i, 1, from_floats<T>(a));
+      store_held(out + h * 2 * p.half, i + p.half, 1, from_floats<T>(b));
+    }
 }
 
 }  // namespace
@@ -56,13 +70,20 @@ void rope(Address q, Address k, Address positions, Address out_q, Address out_k,
   const Params p{{pointer<void>(q), pointer<void>(out_q), q_b, q_n, q_h, q_heads},
                  {pointer<void>(k), pointer<void>(out_k), k_b, k_n, k_h, k_heads},
                  pointer<void>(positions), batch * length, length, p_b, p_n, half, positions_dtype, inverse ? -1 : 1,
-                 rotation(theta, half)};
+                 log2_step(theta, half)};
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
     const bool wide = aligned<T>({q, k, out_q, out_k}, {q_b, q_n, q_h, k_b, k_n, k_h, half});
-    const int64_t threads = p.tokens * (q_heads + k_heads) * (wide ? half / kWide<T> : half);
-    auto kernel = wide ? rope_kernel<T, kWide<T>> : rope_kernel<T, 1>;
-    kernel<<<ceil_div<int64_t>(threads, kThreads), kThreads, 0, stream_of(stream)>>>(p);
+    const int pieces = wide ? half / kWide<T> : half;
+    const auto run = [&](auto kernel, int heads) {
+      const int64_t threads = p.tokens * (ceil_div(q_heads, heads) + ceil_div(k_heads, heads)) * pieces;
+      kernel<<<ceil_div<int64_t>(threads, kThreads), kThreads, 0, stream_of(stream)>>>(p);
+    };
+    // angles are worked out for several heads at once, if that leaves enough threads
+    const bool many = p.tokens * (q_heads + k_heads) * pieces > int64_t(device().multiprocessors) * kThreads * 16;
+    if (!wide) run(rope_kernel<T, 1, 1>, 1);
+    else if (many) run(rope_kernel<T, kWide<T>, kManyHeads>, kManyHeads);
+    else run(rope_kernel<T, kWide<T>, 1>, 1);
   });
   check_launch("rope");
 }

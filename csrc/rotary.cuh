@@ -11,56 +11,59 @@
 
 namespace mor {
 
-constexpr double kTurnsPerRadian = 0.15915494309189533577;
-constexpr double kTurn = 18446744073709551616.0;  // 2^64
-
-__host__ __device__ inline int64_t fraction_of_turn(double turns) {
-  turns -= floor(turns + 0.5);  // at most half a turn
-  return static_cast<int64_t>(turns * kTurn);
+// f of i, given log2 of theta^(-1 / half)
+__device__ __forceinline__ int64_t frequency(int i, double log2_step) {
+  constexpr double kTurnsPerRadian = 0.15915494309189533577;
+  const double turns = kTurnsPerRadian * exp2(i * log2_step);
+  return static_cast<int64_t>((turns - floor(turns + 0.5)) * 18446744073709551616.0);  // 2^64; at most half a turn
 }
 
-// f of each i: worked out by the host as far as a launch has room for them.
-struct Rotation {
+// Of a block's pairs, in shared memory, as far as there is room: all threads work them out, and then wait for each other.
+struct Frequencies {
   static constexpr int kKnown = 128;
   int64_t known[kKnown];
-  double log2_step;  // of theta^(-1 / half)
 
-  __device__ int64_t frequency(int i) const {
-    return i < kKnown ? known[i] : fraction_of_turn(kTurnsPerRadian * exp2(i * log2_step));
+  __device__ void fill(int half, double log2_step) {
+    for (int i = threadIdx.x; i < min(half, kKnown); i += blockDim.x) known[i] = frequency(i, log2_step);
+    __syncthreads();
   }
+  __device__ int64_t at(int i, double log2_step) const { return i < kKnown ? known[i] : frequency(i, log2_step); }
 };
 
-inline const Rotation& rotation(double theta, int half) {
-  thread_local Rotation last;
-  thread_local double of_theta = 0;
-  thread_local int of_half = 0;
-  if (theta != of_theta || half != of_half) {
-    last.log2_step = -std::log2(theta) / std::max(half, 1);
-    for (int i = 0; i < Rotation::kKnown; ++i)
-      last.known[i] = i < half ? fraction_of_turn(kTurnsPerRadian * std::pow(theta, -double(i) / half)) : 0;
-    of_theta = theta, of_half = half;
-  }
-  return last;
-}
+inline double log2_step(double theta, int half) { return -std::log2(theta) / std::max(half, 1); }
 
-// Turns a pair by a 64-bit fraction of a turn.
-__device__ __forceinline__ void turn_pair(int64_t turn, float& a, float& b) {
+// The cosine and sine of a 64-bit fraction of a turn.
+__device__ __forceinline__ void cos_sin(int64_t turn, float& cos, float& sin) {
   constexpr float kRadians = 3.4061215800304745e-19f;  // 2 pi / 2^64
   const int64_t quarter = ((turn >> 61) + 1) >> 1;     // the nearest, -2..2
   const float x = float(int64_t(uint64_t(turn) - (uint64_t(quarter) << 62))) * kRadians;  // at most pi / 4
   const float y = x * x;
-  float sin = x + x * y * (-1.6666654611e-1f + y * (8.3321608736e-3f + y * -1.9515295891e-4f));
-  float cos = 1.0f - 0.5f * y +
-              y * y * (4.166664568298827e-2f + y * (-1.388731625493765e-3f + y * 2.443315711809948e-5f));
-  if (quarter & 1) {
-    const float swap = sin;
-    sin = cos, cos = swap;
-  }
+  const float s = x + x * y * (-1.6666654611e-1f + y * (8.3321608736e-3f + y * -1.9515295891e-4f));
+  const float c = 1.0f - 0.5f * y +
+                  y * y * (4.166664568298827e-2f + y * (-1.388731625493765e-3f + y * 2.443315711809948e-5f));
+  const bool odd = quarter & 1;
+  cos = odd ? s : c, sin = odd ? c : s;
   if ((quarter + 1) & 2) cos = -cos;
   if (quarter & 2) sin = -sin;
-  const float turned = a * cos - b * sin;
-  b = b * cos + a * sin;
-  a = turned;
+}
+
+// Those of pairs i to i + N - 1 at a position.
+template <int N>
+__device__ __forceinline__ void angles(const Frequencies& frequencies, double log2_step, int i, int64_t position,
+                                       float (&cos)[N], float (&sin)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; ++e)
+    cos_sin(int64_t(uint64_t(position) * uint64_t(frequencies.at(i + e, log2_step))), cos[e], sin[e]);
+}
+
+template <int N>
+__device__ __forceinline__ void turn_pairs(const float (&cos)[N], const float (&sin)[N], float (&a)[N], float (&b)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    const float turned = a[e] * cos[e] - b[e] * sin[e];
+    b[e] = b[e] * cos[e] + a[e] * sin[e];
+    a[e] = turned;
+  }
 }
 
 __device__ __forceinline__ int64_t load_position(const void* positions, int dtype, int64_t at) {

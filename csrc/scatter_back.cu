@@ -15,6 +15,12 @@ namespace {
 
 constexpr int kWarps = 4;  // of a block: few, since it makes place for another when its last row is done
 constexpr int kThreads = kWarps * kWarp;
+// of a multiprocessor; the code for an A100 would spill with 8
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocks = 7;
+#else
+constexpr int kBlocks = 8;
+#endif
 constexpr int kUnroll = 4;  // packs of a row that a lane asks for at once: all, up to a width of 1024 in bf16
 
 struct Strides {
@@ -51,7 +57,7 @@ __device__ __forceinline__ void store_part(const Part<T, N>& part, T* row, int64
 // out[n] = the new row where n has a slot, else x[n]. Without an inverse it goes by slot, and rows without one stay as
 // they are; out may then be x.
 template <class T, class F, int N>
-__global__ void __launch_bounds__(kThreads, 8) scatter_back_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) scatter_back_kernel(
     const T* x, const F* update, const int64_t* indices, const int* inverse, const float* gates, T* out, int length,
     int k, Strides of_x, Strides of_update, Strides of_out, int width, int residual) {
   const int rows = inverse ? length : k;
