@@ -17,6 +17,8 @@ from types import ModuleType
 
 import torch
 
+from ._measured import in_order
+
 BACKENDS = ("eager", "triton", "cuda")
 SPECIALISTS = ("hopper", "cudnn", "fa4")  # serve some arguments of some ops: our kernels for Hopper, and libraries
 NAMESPACE = "mor_kernels"
@@ -186,10 +188,10 @@ def _unfit(op: str, backend: str, arguments: list) -> str | None:
 
 
 def _best(op: str, tensors: list[torch.Tensor], arguments: list) -> str:
-    """Where kernels run natively: a specialist that was measured faster and is there, or else Triton; without Triton,
-    CUDA; for what none of them computes, eager."""
+    """Where kernels run natively: a specialist that was measured faster and is there, or else Triton or CUDA, whichever
+    was measured faster or is there; for what none of them computes, eager."""
     if tensors[0].is_cuda:
-        for backend in (*_choices[op](*arguments), "triton", "cuda"):
+        for backend in (*_choices[op](*arguments), *in_order(op, arguments)):
             if not (_refusal(op, backend, tensors) or _unfit(op, backend, arguments)):
                 return backend
     return "eager"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mor_kernels import doctor, ops
-from mor_kernels.ops import _dispatch
+from mor_kernels.ops import _dispatch, _measured
 
 NAME = "mor_kernels._C"
 MISSING = "mor-kernels was installed without its CUDA kernels; install it with nvcc on PATH, MOR_CUDA=1"
@@ -94,6 +94,24 @@ def test_the_best_backend_by_what_is_installed(extension, absent, gone, dtype, c
     absent.update(gone)
     tensor = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
     assert _dispatch._best("gather", [tensor], [tensor, None]) == chosen
+
+
+def test_what_was_measured_is_what_is_chosen():
+    assert _measured.CHOICES.keys() <= _dispatch._implementations.keys()
+    for op in _measured.CHOICES:
+        assert {"triton", "cuda"} <= _dispatch._implementations[op].keys(), f"{op}: there is nothing to choose"
+    stream, kept, few = torch.empty(1, 8, 1), torch.empty(1, 5, 1), torch.empty(1, 4, 1)
+    gradients = [stream, stream, None, None, None, torch.float32]
+    for op, arguments, first in [
+        ("gather", [], "triton"),
+        ("route", [stream, None, 3], "triton"),
+        ("scatter_back", [stream, kept], "cuda"),
+        ("scatter_back_backward", [*gradients, "delta"], "cuda"),
+        ("scatter_back_backward", [*gradients, "block"], "triton"),
+        ("route_backward", [kept, None, None, stream], "triton"),
+        ("route_backward", [few, None, None, stream], "cuda"),
+    ]:
+        assert _measured.in_order(op, arguments)[0] == first
 
 
 def test_the_doctor_tells_what_was_built(extension, monkeypatch):
