@@ -26,7 +26,7 @@ namespace {
 constexpr int kFields = 8;  // numbers of a line
 constexpr int kScheduleThreads = 1024;
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
-constexpr int kAhead = 4;  // parts that a warp reads at once when it merges
+constexpr int kAhead = 4;  // parts, or keys, of which a thread reads numbers at once
 constexpr float kLeast = -1e38f;  // below any score, and finite: 2^(-inf - kLeast) is 0
 
 // Quotients of what is below 2^31, without a division.
@@ -55,7 +55,11 @@ struct Line {
   int size;
   int first_part;  // of the tile
   int splits;      // parts of the tile
-  int parts;
+
+  template <class F>
+  __device__ __forceinline__ explicit Line(F number)
+      : row(number(0)), query(number(1)), left(number(2)), keys(number(3)), size(number(4)), first_part(number(5)),
+        splits(number(6)) {}
 };
 
 // Schedule: lines; counters, one for each first part of a tile and head. There are fewer parts than lines, and the last
@@ -193,7 +197,7 @@ struct Attention {
   float2* statistics;  // m and l of each
   int64_t q_token, q_head, q_d;
   float factor;  // scale * log2 e
-  int lines, table_rows, max_pages, groups, width, pitch, block_q, rows, row_tiles;
+  int lines, table_rows, max_pages, room, groups, width, pitch, block_q, rows, row_tiles;  // room: keys of a table row
   int positions_dtype, dtype, cache_dtype;
   bool wide;  // caches can be read 16 bytes at a time
   Divisor page_size, group, per_part, per_head;  // items of a part, and of a head
@@ -209,14 +213,14 @@ struct Setting {
   static constexpr bool kFp8 = std::is_same_v<T, uint8_t>;
   static constexpr bool kPlain = std::is_same_v<T, float>;  // without tensor cores
   using Number = std::conditional_t<kFp8, fp16, T>;         // of products
-  static constexpr int kWidth = D, kTiles = N, kRows = 8 * N;
+  static constexpr int kWidth = D, kRows = 8 * N;
   static constexpr int kKeys = kFp8 ? 32 : 16;  // of a tile
   static constexpr int kRowBytes = D * sizeof(T), kChunks = kRowBytes / 16;
   static constexpr int kTileBytes = kKeys * kRowBytes;
   static constexpr int kStages = 2 * kTileBytes <= 8192 ? 2 : 1;
   static constexpr int kQueryBytes = D * sizeof(Number) + 16;  // of a row; the 16 keep rows off each other's banks
   static constexpr int kPitch = D + 4;
-  static constexpr int kBlocks = D == 64 && N == 1 && !kPlain ? 6 : 4;  // of a multiprocessor, as registers allow
+  static constexpr int kBlocks = D > 64 || kPlain ? 3 : N > 1 ? 4 : 6;  // of a multiprocessor
   static_assert(kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
 };
 
@@ -227,7 +231,10 @@ struct Shared {
   float p[C::kPlain ? kWarps : 1][C::kPlain ? C::kKeys : 1][8];
   float2 statistics[kWarps][C::kRows];
   float factor[C::kRows];
-  int next, last;
+  int visible[C::kRows];  // the last key that a row sees
+  float v_scale;
+  int line[kFields];
+  int item, next, last;
 
   __device__ float* acc(int warp) { return reinterpret_cast<float*>(ring[warp]); }
 };
@@ -256,21 +263,20 @@ __device__ __forceinline__ unsigned word_at(const char* p) { return *reinterpret
 template <class C>
 struct TensorRows {
   using T = typename C::Number;
-  static constexpr int kTiles = C::kTiles, kSteps = C::kWidth / 16, kPairs = C::kKeys / 16;
+  static constexpr int kTiles = C::kRows / 8, kSteps = C::kWidth / 16, kPairs = C::kKeys / 16;
   static constexpr bool kHeld = C::kWidth * kTiles <= 128;  // registers have room for q
   const char* q;
   unsigned held[kHeld ? kSteps : 1][2 * kTiles];
   float acc[kSteps][kTiles][4];
   float largest[kTiles], total[kTiles], factor[kTiles];
-  int visible[kTiles];  // the last key that the row sees
+  int visible[kTiles];
   unsigned p[kTiles][kPairs][2];
 
-  __device__ __forceinline__ TensorRows(Shared<C>& shared, int position) : q(shared.q) {
+  __device__ __forceinline__ explicit TensorRows(Shared<C>& shared) : q(shared.q) {
     const int row = threadIdx.x % kWarp / 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      largest[n] = kLeast, total[n] = 0.0f, factor[n] = shared.factor[row + 8 * n];
-      visible[n] = __shfl_sync(kAll, position, row + 8 * n);
+      largest[n] = kLeast, total[n] = 0.0f, factor[n] = shared.factor[row + 8 * n], visible[n] = shared.visible[row + 8 * n];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) acc[step][n][0] = acc[step][n][1] = acc[step][n][2] = acc[step][n][3] = 0;
     }
@@ -449,12 +455,11 @@ template <class C>
 struct PlainRows {
   static constexpr int kRows = 8, kEach = C::kWidth / kWarp, kVector = kEach < 4 ? kEach : 4;
   float acc[kRows][kEach], largest[kRows], total[kRows];
-  int visible[kRows];
 
-  __device__ __forceinline__ PlainRows(Shared<C>&, int position) {
+  __device__ __forceinline__ explicit PlainRows(Shared<C>&) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      largest[r] = kLeast, total[r] = 0.0f, visible[r] = __shfl_sync(kAll, position, r);
+      largest[r] = kLeast, total[r] = 0.0f;
 #pragma unroll
       for (int e = 0; e < kEach; ++e) acc[r][e] = 0.0f;
     }
@@ -463,7 +468,7 @@ struct PlainRows {
   __device__ __forceinline__ void see_keys(const char* k, int first, Shared<C>& shared) {
     const int warp = threadIdx.x / kWarp, key = threadIdx.x % 16, half = threadIdx.x % kWarp / 16;
     float s[kRows]{};
-#pragma unroll 2
+#pragma unroll 1
     for (int chunk = half; chunk < C::kChunks; chunk += 2) {
       const float4 x = *reinterpret_cast<const float4*>(k + key * C::kRowBytes + (chunk ^ swizzle<C>(key)) * 16);
 #pragma unroll
@@ -475,7 +480,7 @@ struct PlainRows {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float dot = s[r] + __shfl_xor_sync(kAll, s[r], 16);
-      s[r] = first + key <= visible[r] ? dot * shared.factor[r] : -INFINITY;
+      s[r] = first + key <= shared.visible[r] ? dot * shared.factor[r] : -INFINITY;
       float most = fmaxf(largest[r], s[r]);
 #pragma unroll
       for (int step = 8; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
@@ -546,7 +551,7 @@ __device__ __forceinline__ void copy_tile(const Attention& p, const Cache& cache
   if (p.wide) {
     const int chunks = p.width * int(sizeof(T)) / 16;
     const unsigned target = shared_address(to);
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < C::kKeys * C::kChunks / kWarp; ++i) {
       const int key = (i * kWarp + lane) / C::kChunks, chunk = (i * kWarp + lane) % C::kChunks;
       const int64_t from = __shfl_sync(kAll, own, key);
@@ -554,18 +559,26 @@ __device__ __forceinline__ void copy_tile(const Attention& p, const Cache& cache
       if (chunk < chunks) copy_async(target + key * C::kRowBytes + (chunk ^ swizzle<C>(key)) * 16, x, from >= 0);
     }
   } else {
-    for (int key = 0; key < C::kKeys; ++key) {
-      const int64_t from = __shfl_sync(kAll, own, key);
+#pragma unroll 1
+    for (int first = 0; first < C::kKeys; first += kAhead) {
+      int64_t from[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) from[i] = __shfl_sync(kAll, own, first + i);
 #pragma unroll 1
       for (int d = lane; d < p.width; d += kWarp) {
-        const int byte = d * int(sizeof(T));
-        T* target = reinterpret_cast<T*>(to + key * C::kRowBytes + (byte / 16 ^ swizzle<C>(key)) * 16 + byte % 16);
-        T x{};
-        if (from >= 0) {
-          if constexpr (C::kPlain) x = number_at(cache.x, p.cache_dtype, from + d * cache.d);
-          else x = reinterpret_cast<const T*>(cache.x)[from + d * cache.d];
+        T x[kAhead]{};
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (from[i] < 0) continue;
+          if constexpr (C::kPlain) x[i] = number_at(cache.x, p.cache_dtype, from[i] + d * cache.d);
+          else x[i] = reinterpret_cast<const T*>(cache.x)[from[i] + d * cache.d];
         }
-        *target = x;
+        const int byte = d * int(sizeof(T));
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int key = first + i;
+          *reinterpret_cast<T*>(to + key * C::kRowBytes + (byte / 16 ^ swizzle<C>(key)) * 16 + byte % 16) = x[i];
+        }
       }
     }
   }
@@ -675,11 +688,20 @@ __device__ __forceinline__ void write_out(const Attention& p, const Line& line, 
   else write(fp16{});
 }
 
-__device__ __forceinline__ Line load_line(const Attention& p, int item) {
-  const int4* line = reinterpret_cast<const int4*>(p.schedule + int64_t(p.per_part(item)) * kFields);
-  const int4 a = __ldcg(line), b = __ldcg(line + 1);
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+// A number a lane of the line of the item's part.
+__device__ __forceinline__ int load_line(const Attention& p, int item) {
+  return __ldcg(p.schedule + int64_t(p.per_part(item)) * kFields + threadIdx.x % kFields);
 }
+
+// A part, a head, and the first of its rows.
+struct Item {
+  int part, g, row;
+
+  __device__ __forceinline__ Item(const Attention& p, int item, int rows) {
+    part = p.per_part(item), item -= part * p.per_part.divisor;
+    g = p.per_head(item), row = (item - g * p.per_head.divisor) * rows;
+  }
+};
 
 // Rows of a tile of queries that a block's rows from `first` on are, at the most kRows.
 template <class C>
@@ -730,20 +752,20 @@ __device__ __forceinline__ void merge_parts(const Attention& p, const Line& line
   }
 }
 
-// One item. `next` is told to all threads on the way.
+// One item's keys: each warp leaves m, l and acc of its own in shared memory.
 template <class C>
-__device__ __forceinline__ int attend(const Attention& p, const Line& line, int item, int next, Shared<C>& shared) {
+__device__ __forceinline__ void see_part(const Attention& p, int item, int number, Shared<C>& shared) {
+  const Line line([number](int i) { return __shfl_sync(kAll, number, i); });
   constexpr int kStages = C::kStages;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int part = p.per_part(item), of_part = item - part * p.per_part.divisor, g = p.per_head(of_part);
-  const int first_row = (of_part - g * p.per_head.divisor) * C::kRows;
-  const int here = rows_here<C>(p, line, first_row);
+  const Item own(p, item, C::kRows);
+  const int here = rows_here<C>(p, line, own.row);
 
-  const int first = (part - line.first_part) * line.size, room = p.max_pages * p.page_size.divisor;
-  int last = line.row >= 0 && line.row < p.table_rows ? min(min(first + line.size, line.keys), room) : 0;
+  const int first = (own.part - line.first_part) * line.size;
+  int last = line.row >= 0 && line.row < p.table_rows ? min(min(first + line.size, line.keys), p.room) : 0;
   int position = -1;  // of the last key that row `lane` sees
   if (lane < here) {
-    const int query = p.group(first_row + lane);
+    const int query = p.group(own.row + lane);
     position = line.keys - line.left + query;  // the queries are the newest tokens
     if (p.positions) {
       const int64_t token = line.query + query;
@@ -753,7 +775,6 @@ __device__ __forceinline__ int attend(const Attention& p, const Line& line, int 
     }
   }
   last = min(last, __reduce_max_sync(kAll, position) + 1);
-  position = min(position, last - 1);
 
   const int tiles = last > first ? ceil_div(last - first, C::kKeys) : 0;
   const int mine = tiles > warp ? (tiles - warp - 1) / kWarps + 1 : 0;
@@ -768,9 +789,13 @@ __device__ __forceinline__ int attend(const Attention& p, const Line& line, int 
 #pragma unroll
   for (int i = 0; i < kStages; ++i) places[i] = place(i);
   Place following = place(kStages);
-  Queries<C> queries(p, line, g, first_row, here);
-  const float factor = p.k.scales ? p.factor * p.k.scales[g] : p.factor;
-  const float v_scale = p.v.scales ? p.v.scales[g] : 1.0f;
+  Queries<C> queries(p, line, own.g, own.row, here);
+  const float factor = p.k.scales ? p.factor * p.k.scales[own.g] : p.factor;
+  if (warp == 0) {
+    if (lane < kFields) shared.line[lane] = number;
+    if (lane < C::kRows) shared.visible[lane] = min(position, last - 1);
+    if (lane == 0) shared.item = item, shared.v_scale = p.v.scales ? p.v.scales[own.g] : 1.0f;
+  }
   char(&ring)[kStages][2][C::kTileBytes] = shared.ring[warp];
   if (p.width < C::kWidth) {  // columns that no copy writes
     for (int i = lane; i < int(sizeof(ring)) / 16; i += kWarp) reinterpret_cast<int4*>(ring)[i] = make_int4(0, 0, 0, 0);
@@ -778,15 +803,15 @@ __device__ __forceinline__ int attend(const Attention& p, const Line& line, int 
   }
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
-    if (i < mine) copy_tile<C>(p, p.k, g, places[i], ring[i][0]);
+    if (i < mine) copy_tile<C>(p, p.k, own.g, places[i], ring[i][0]);
     end_group();
-    if (i < mine) copy_tile<C>(p, p.v, g, places[i], ring[i][1]);
+    if (i < mine) copy_tile<C>(p, p.v, own.g, places[i], ring[i][1]);
     end_group();
   }
   queries.share(shared, factor);
   __syncthreads();
 
-  std::conditional_t<C::kPlain, PlainRows<C>, TensorRows<C>> rows(shared, position);
+  std::conditional_t<C::kPlain, PlainRows<C>, TensorRows<C>> rows(shared);
   for (int i = 0; i < mine; ++i) {
     char(&tile)[2][C::kTileBytes] = ring[i % kStages];
     const bool more = i + kStages < mine;
@@ -794,48 +819,51 @@ __device__ __forceinline__ int attend(const Attention& p, const Line& line, int 
     __syncwarp();
     rows.see_keys(tile[0], first + (warp + i * kWarps) * C::kKeys, shared);
     __syncwarp();
-    if (more) copy_tile<C>(p, p.k, g, following, tile[0]);
+    if (more) copy_tile<C>(p, p.k, own.g, following, tile[0]);
     end_group();
     await_groups<2 * kStages - 1>();
     __syncwarp();
     rows.add_values(tile[1], shared);
     __syncwarp();
-    if (more) copy_tile<C>(p, p.v, g, following, tile[1]);
+    if (more) copy_tile<C>(p, p.v, own.g, following, tile[1]);
     end_group();
     following = place(i + kStages + 1);
   }
   rows.leave(shared, warp);
-  if (threadIdx.x == 0) shared.next = next;
-  __syncthreads();
-  next = shared.next;
+}
 
+// The item's result from what the warps left; of a tile with several parts into memory, and that of all of them from
+// there if this is the last.
+template <class C>
+__device__ __forceinline__ void finish_part(const Attention& p, Shared<C>& shared) {
+  const Line line([&](int i) { return shared.line[i]; });
   constexpr int kUnits = C::kWidth / 4;
+  const Item own(p, shared.item, C::kRows);
+  const int here = rows_here<C>(p, line, own.row);
   for (int unit = threadIdx.x; unit < here * kUnits; unit += kThreads) {
     const int row = unit / kUnits, d = unit % kUnits * 4;
     if (d >= p.width) continue;
     Merged merged = merge_warps<C>(shared, row, d);
-    merged.scale(v_scale);
+    merged.scale(shared.v_scale);
     if (line.splits == 1) {
-      write_out<C>(p, line, g, first_row + row, d, merged);
+      write_out<C>(p, line, own.g, own.row + row, d, merged);
     } else {
-      const int64_t at = (int64_t(part) * p.groups + g) * p.rows + first_row + row;
+      const int64_t at = (int64_t(own.part) * p.groups + own.g) * p.rows + own.row + row;
       *reinterpret_cast<float4*>(p.sums + at * p.pitch + d) = merged.acc;
       if (d == 0) p.statistics[at] = make_float2(merged.largest, merged.total);
     }
   }
-  if (line.splits > 1) {
+  if (line.splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* counter = p.schedule + int64_t(p.lines) * kFields + int64_t(line.first_part) * p.groups + own.g;
+    shared.last = atomicAdd(counter, 1) == line.splits * p.row_tiles - 1;
+    if (shared.last) *counter = 0;
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int* counter = p.schedule + int64_t(p.lines) * kFields + int64_t(line.first_part) * p.groups + g;
-      shared.last = atomicAdd(counter, 1) == line.splits * p.row_tiles - 1;
-      if (shared.last) *counter = 0;
-      __threadfence();
-    }
-    __syncthreads();
-    if (shared.last) merge_parts<C>(p, line, g, shared);
   }
-  return next;
+  __syncthreads();
+  if (shared.last) merge_parts<C>(p, line, own.g, shared);
 }
 
 template <class C>
@@ -844,21 +872,23 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(c
   Shared<C>& shared = *reinterpret_cast<Shared<C>*>(memory);
   let_next_begin();
   await_previous();
-  int item = blockIdx.x;
-  Line line = load_line(p, item);
-  const int items = __ldcg(p.schedule + kFields - 1) * p.per_part.divisor, blocks = gridDim.x;
   int* counter = p.schedule + int64_t(p.lines - 1) * kFields;
+  const int blocks = gridDim.x;
+  int item = blockIdx.x, number = load_line(p, item);
+  const int items = __ldcg(p.schedule + kFields - 1) * p.per_part.divisor;
   while (item < items) {
-    int next = items;
-    if (threadIdx.x == 0 && items > blocks) {
+    int taken = 0;
+    if (threadIdx.x == 0 && items > blocks) taken = atomicAdd(counter, 1);
+    see_part<C>(p, item, number, shared);
+    if (threadIdx.x == 0) {
+      shared.next = items > blocks ? min(blocks + taken, items) : items;
       // each block is told once that there are no more, so the last answer of all is the number of items less one
-      const int taken = atomicAdd(counter, 1);
-      if (taken == items - 1) *counter = 0;
-      next = min(blocks + taken, items);
+      if (items > blocks && taken == items - 1) *counter = 0;
     }
-    item = attend<C>(p, line, item, next, shared);
-    if (item >= items) break;
-    line = load_line(p, item);
+    __syncthreads();
+    item = shared.next;
+    if (item < items) number = load_line(p, item);
+    finish_part<C>(p, shared);
     __syncthreads();
   }
 }
@@ -923,7 +953,8 @@ void paged_attention(Address q, Address k, Address v, Address page_table, Addres
               {pointer<char>(v), pointer<float>(v_scale), of_v[0], of_v[1], of_v[2], of_v[3]},
               pointer<int>(page_table), pointer<int>(schedule), pointer<void>(positions), pointer<void>(out),
               pointer<float>(sums), pointer<float2>(statistics), of_q[0], of_q[1], of_q[2],
-              float(scale * 1.4426950408889634), lines, table_rows, max_pages, groups, width, ceil_div(width, 4) * 4,
+              float(scale * 1.4426950408889634), lines, table_rows, max_pages,
+              int(std::min<int64_t>(int64_t(max_pages) * page_size, 0x7fffffff)), groups, width, ceil_div(width, 4) * 4,
               block_q, block_q * group, 1, positions_dtype, dtype, cache_dtype, wide, Divisor(page_size), Divisor(group),
               Divisor(1), Divisor(1)};
   if (dtype == kF32) run<float>(p, stream);

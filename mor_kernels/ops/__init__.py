@@ -5,8 +5,8 @@ differentiate them again is not supported. A ``ValueError`` names the argument t
 what came; on the CPU the values of indices are looked at too. ``backend=`` ("eager", "triton", "cuda", and of attention
 "hopper", "cudnn" and "fa4"), or the environment variable ``MOR_BACKEND``, names a backend, which is then used, or
 refused with a ``RuntimeError``. ``router_bias_update`` and the metrics are made of PyTorch's own operators and have no
-backends. By default a GPU gets Triton's or the CUDA kernels, whichever were measured to be faster, or a library that was;
-float64, and tensors on the CPU, get plain PyTorch.
+backends. By default a GPU gets Triton's or the CUDA kernels, whichever were measured to be faster, or a library that
+was; float64, and tensors on the CPU, get plain PyTorch.
 """
 
 from .attention import attention, attention_varlen
