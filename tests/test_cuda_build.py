@@ -27,7 +27,8 @@ LIMITS = {
     r"^depth_step|^rope|^route_backward|^scatter_back_backward": 80,
     r"^empty|^gather|^invert|^lookup_kernel|^merge|^sum_partials": 32,
     r"^lookup_backward": 48,
-    r"^route|^scatter_back": 64,
+    r"^scatter_back": 72,
+    r"^route": 64,
     r"": 128,  # what isn't named: 512 threads at once
 }
 
