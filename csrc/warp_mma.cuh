@@ -8,14 +8,10 @@ namespace mor {
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
-// 16 bytes.
-__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(__cvta_generic_to_global(from))
-               : "memory");
-}
-
-__device__ __forceinline__ void clear_shared(unsigned to) {
-  asm volatile("st.shared.v4.u32 [%0], {0, 0, 0, 0};\n" ::"r"(to) : "memory");
+// 16 bytes, or as many zeros.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }

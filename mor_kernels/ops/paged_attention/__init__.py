@@ -20,17 +20,12 @@ def _empty_schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
     return k_lens.new_empty(most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q) * (FIELDS + groups))
 
 
-def _too_wide(q, *_):
-    return f"heads of width {q.shape[2]} are more than its kernels' 256" if q.shape[2] > 256 else None
-
-
 _schedule = define(
     "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, Tensor? rows, Tensor? cu_seqlens_q, "
     "str backend) -> Tensor",
     fake=_empty_schedule,
     eager=lambda *arguments: _empty_schedule(*arguments).zero_(),
     triton=deferred(f"{__name__}.triton", "schedule"),
-    cuda=deferred(f"{__name__}.cuda", "schedule"),
 )
 _op = define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor(a!) schedule, "
@@ -39,7 +34,6 @@ _op = define(
     fake=lambda q, *_: q.new_empty(q.shape),
     eager=eager.paged_attention,
     triton=deferred(f"{__name__}.triton", "paged_attention"),
-    cuda=deferred(f"{__name__}.cuda", "paged_attention", refuses=_too_wide),
 )
 
 
