@@ -1,6 +1,6 @@
 // What the kernels share. They load any dtype and compute in fp32; offsets are 64-bit before they are multiplied by a
-// stride. A launcher takes device addresses, sizes and strides in elements, and the stream; no torch header is included,
-// so that one build serves every version of it.
+// stride. A launcher takes device addresses, sizes and strides in elements, and the stream; no torch header is
+// included, so that one build serves every version of it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -180,7 +180,6 @@ __device__ __forceinline__ float activate(float x, int activation) {
 
 struct Device {
   int multiprocessors;
-  int shared_memory;  // bytes that a block may have
   bool early;         // a kernel can begin before the one before it is over
 };
 

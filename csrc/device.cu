@@ -25,7 +25,6 @@ const Device& device() {
   if (!there[index]) {  // threads that come at once write the same
     Device found;
     check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "device");
-    check(cudaDeviceGetAttribute(&found.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "device");
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, nothing), "device");
     found.early = attributes.ptxVersion >= 90;  // else await_previous() isn't in the code

@@ -59,11 +59,12 @@ void gather(Address x, Address indices, Address rows, int64_t n, int64_t length,
   check_launch("gather");
 }
 
-void gather_backward(Address d_rows, Address indices, Address inverse, Address d_x, int64_t n, int64_t length, int width,
-                     int dtype, Address stream) {
+void gather_backward(Address d_rows, Address indices, Address inverse, Address d_x, int64_t n, int64_t length,
+                     int width, int dtype, Address stream) {
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
-    auto kernel = aligned<T>({d_rows, d_x}, {width}) ? gather_backward_kernel<T, kWide<T>> : gather_backward_kernel<T, 1>;
+    const bool wide = aligned<T>({d_rows, d_x}, {width});
+    auto kernel = wide ? gather_backward_kernel<T, kWide<T>> : gather_backward_kernel<T, 1>;
     kernel<<<ceil_div<int64_t>(length, kWarps), kWarps * kWarp, 0, stream_of(stream)>>>(
         pointer<T>(d_rows), pointer<int64_t>(indices), pointer<int>(inverse), pointer<T>(d_x), n, length, width);
   });

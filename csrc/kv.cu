@@ -245,8 +245,8 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
     const bool side_by_side = (!q || from[2] == 1) && from[5] == 1 && from[8] == 1 && to[3] == 1 && to[7] == 1;
     const bool wide = side_by_side && width % 2 == 0 && (cache_dtype == dtype || cache_dtype == kE4M3) &&
                       aligned<T>({q, k, v, out_q, k_cache, v_cache},
-                                 {from[0], from[1], from[3], from[4], from[6], from[7], to[0], to[1], to[2], to[4], to[5],
-                                  to[6], half});
+                                 {from[0], from[1], from[3], from[4], from[6], from[7], to[0], to[1], to[2], to[4],
+                                  to[5], to[6], half});
     constexpr int kPack = kWide<T>;
     // angles are worked out for several heads at once, if that leaves enough threads
     const bool many = tokens * (q_heads + 2 * heads) * (half / kPack) > int64_t(device().multiprocessors) * 4096;
@@ -272,8 +272,8 @@ void kv_merge(Address k, Address v, Address k_old, Address v_old, Address slots,
   check_launch("kv_merge");
 }
 
-void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Address k_out, Address v_out, int64_t total,
-               int64_t rows, int64_t max_pages, int64_t pages, int64_t k_page, int64_t k_slot, int64_t v_page,
+void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Address k_out, Address v_out, int64_t
+               total, int64_t rows, int64_t max_pages, int64_t pages, int64_t k_page, int64_t k_slot, int64_t v_page,
                int64_t v_slot, int page_size, int width, int item_size, Address stream) {
   const auto run = [&](auto unit) {
     using U = decltype(unit);

@@ -1,5 +1,5 @@
-// The launchers, as bind.cpp shows them to Python: one or a few a file of kernels. Addresses are of device memory, 0 for
-// none; sizes and strides count elements. Each launches on `stream` and returns at once; it throws if it can't.
+// The launchers, as bind.cpp shows them to Python: one or a few a file of kernels. Addresses are of device memory, 0
+// for none; sizes and strides count elements. Each launches on `stream` and returns at once; it throws if it can't.
 #pragma once
 
 #include <array>
@@ -20,8 +20,8 @@ std::string device_refusal();  // why no kernel of this build can run on the cur
 // gather.cu
 void gather(Address x, Address indices, Address rows, int64_t n, int64_t length, int64_t x_m, int64_t x_d, int width,
             int dtype, Address stream);
-void gather_backward(Address d_rows, Address indices, Address inverse, Address d_x, int64_t n, int64_t length, int width,
-                     int dtype, Address stream);
+void gather_backward(Address d_rows, Address indices, Address inverse, Address d_x, int64_t n, int64_t length,
+                     int width, int dtype, Address stream);
 void invert(Address indices, Address inverse, int64_t batch, int64_t k, int64_t length, Address stream);
 
 // route_backward.cu; partial is (blocks, width), and blocks 0 if there are no rows
@@ -70,8 +70,8 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
                std::array<int64_t, 8> to, int positions_dtype, int dtype, int cache_dtype, Address stream);
 void kv_merge(Address k, Address v, Address k_old, Address v_old, Address slots, Address inverse, Address k_out,
               Address v_out, int64_t n, int64_t length, int width, int new_dtype, int dtype, Address stream);
-void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Address k_out, Address v_out, int64_t total,
-               int64_t rows, int64_t max_pages, int64_t pages, int64_t k_page, int64_t k_slot, int64_t v_page,
+void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Address k_out, Address v_out, int64_t
+               total, int64_t rows, int64_t max_pages, int64_t pages, int64_t k_page, int64_t k_slot, int64_t v_page,
                int64_t v_slot, int page_size, int width, int item_size, Address stream);
 void kv_lookup_backward(Address d_k, Address d_v, Address entries, Address first, Address cu_seqlens, Address k_out,
                         Address v_out, int64_t slots, int64_t max_pages, int page_size, int width, int dtype,

@@ -1,8 +1,9 @@
 // Rotary embedding: dimensions i and i + half of a head turn by position * theta^(-i / half).
 //
 // Angles are counted in turns, as 64-bit fractions of one: with f = 2^64 theta^(-i / half) / 2 pi, rounded, the product
-// position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns. Its distance to the nearest
-// quarter of a turn goes through polynomials in fp32 (Cephes, Moshier 1992), and the quarter swaps and signs them.
+// position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns. Its distance to the
+// nearest quarter of a turn goes through polynomials in fp32 (Cephes, Moshier 1992), and the quarter swaps and signs
+// them.
 #pragma once
 
 #include <cmath>
@@ -18,7 +19,8 @@ __device__ __forceinline__ int64_t frequency(int i, double log2_step) {
   return static_cast<int64_t>((turns - floor(turns + 0.5)) * 18446744073709551616.0);  // 2^64; at most half a turn
 }
 
-// Of a block's pairs, in shared memory, as far as there is room: all threads work them out, and then wait for each other.
+// Of a block's pairs, in shared memory, as far as there is room: all threads work them out, and then wait for each
+// other.
 struct Frequencies {
   static constexpr int kKnown = 128;
   int64_t known[kKnown];

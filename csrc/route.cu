@@ -2,14 +2,14 @@
 //
 // The work on a sequence is a number of items, a block each: rows to score, the choice, and slots to copy. A sequence's
 // rows are copied `lag` sequences after they were scored, while they are still in the L2 cache. Scores and kept
-// candidates are handed on as words of memory that are kEmpty until they are written: who needs one reads it until it is
-// there, so that they need neither fences nor counters, which would cost as much as the rows. Blocks start in the order
-// of their numbers, so nothing ever waits for what no block works on.
+// candidates are handed on as words of memory that are kEmpty until they are written: who needs one reads it until it
+// is there, so that they need neither fences nor counters, which would cost as much as the rows. Blocks start in the
+// order of their numbers, so nothing ever waits for what no block works on.
 //
 // The threshold of a choice: a histogram of the keys between the smallest and the largest tells in which bin it is, and
-// the keys of that bin, which are few, are ranked. Where they aren't, or a sequence has too many keys to hold them, it is
-// found two bits at a time, by counting how many keys reach each of three numbers. What is above it is kept, and of what
-// is at it as many as are wanted, from the lowest position on.
+// the keys of that bin, which are few, are ranked. Where they aren't, or a sequence has too many keys to hold them, it
+// is found two bits at a time, by counting how many keys reach each of three numbers. What is above it is kept, and of
+// what is at it as many as are wanted, from the lowest position on.
 #include "common.cuh"
 
 namespace mor {
@@ -126,7 +126,8 @@ __device__ __forceinline__ void sum_counts(Shared& s, int turn, int& a, int& b, 
 }
 
 // The kept-th largest of the keys, of which so many are real, if few share its bin; else 0. The histogram is zeros.
-__device__ unsigned threshold_by_bins(Shared& s, const uint4* keys, int fours, int kept, unsigned least, unsigned most) {
+__device__ unsigned threshold_by_bins(Shared& s, const uint4* keys, int fours, int kept, unsigned least,
+                                      unsigned most) {
   const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
   least = __reduce_min_sync(kAll, least), most = __reduce_max_sync(kAll, most);
   if (lane == 0) s.least[warp] = least, s.most[warp] = most;
@@ -233,7 +234,9 @@ __device__ void choose(const Params& p, Shared& s, uint4* keys, int b) {
   for (int shift = 30; shift >= 0 && kept && reached != kept; shift -= 2) {
     const unsigned one = threshold + (1u << shift), two = one + (1u << shift), three = two + (1u << shift);
     int reach_one = 0, reach_two = 0, reach_three = 0;
-    const auto count = [&](unsigned key) { reach_one += key >= one, reach_two += key >= two, reach_three += key >= three; };
+    const auto count = [&](unsigned key) {
+      reach_one += key >= one, reach_two += key >= two, reach_three += key >= three;
+    };
     if constexpr (kCached) {
 #pragma unroll 2
       for (int i = t; i < padded / 4; i += kThreads) {
@@ -380,7 +383,8 @@ __device__ void score(const Params& p, int b, int i) {
     }
   }
   sum = warp_sum(sum);
-  if (lane == 0) hand_on(p.words + int64_t(b) * p.scored + i, position < 0 ? 0.0f : bounded(__fdiv_rn(sum, p.temperature)));
+  const float logit = position < 0 ? 0.0f : bounded(__fdiv_rn(sum, p.temperature));
+  if (lane == 0) hand_on(p.words + int64_t(b) * p.scored + i, logit);
 }
 
 // A warp fills a slot.
@@ -420,7 +424,8 @@ __device__ void copy(const Params& p, int b, int j) {
 
 __global__ void __launch_bounds__(kThreads) empty_kernel(int* words, int64_t n) {
   let_next_begin();
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) words[i] = kEmpty;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) words[i] = kEmpty;
 }
 
 template <class T, class W, bool kAligned>

@@ -33,10 +33,6 @@ def index_code(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     return values, int(values.dtype == torch.int32)
 
 
-def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
 def inverse_of(indices: torch.Tensor, length: int) -> torch.Tensor:
     """(B, length) int32: where each position stands among its row of the contiguous indices (B, k). What no index names
     is left unwritten: only a j for which ``indices[b, j]`` is the position asked for is one."""

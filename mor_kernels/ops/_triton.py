@@ -61,10 +61,6 @@ def combine(x, f, g, RESIDUAL: tl.constexpr):
     return y
 
 
-def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
 class Tile(NamedTuple):
     """Rows that a program handles at once, columns of them (a power of two), and its warps."""
 

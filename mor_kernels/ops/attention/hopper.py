@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .._triton import contiguous
+from .._layout import contiguous
 from ._triton import cleared, cleared_gradients
 from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _statistic
 

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import contiguous
+from .._layout import contiguous
 from ._triton import cleared, cleared_gradients
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import FLOAT_MAX, bounded, combine, contiguous, gate
+from .._layout import contiguous
+from .._triton import FLOAT_MAX, bounded, combine, gate
 
 ELEMENTS = 4096  # of a row that a program holds at once
 

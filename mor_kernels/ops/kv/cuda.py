@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ... import _C
-from .._cuda import contiguous, index_code, inverse_of, launch
-from ._entries import entries_by_page
+from .._cuda import index_code, inverse_of, launch
+from .._layout import contiguous
+from ._layout import entries_by_page, side_by_side
 
 
 def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale, v_scale):
@@ -53,9 +54,7 @@ def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     num_pages, page_size = k_cache.shape[:2]
     if 0 in (num_pages, page_size, *page_table.shape):
         return tuple(t.zero_() for t in out)
-    # a token's keys side by side: a view, but where heads are far apart
-    k_cache, v_cache = (t.reshape(num_pages, page_size, width) for t in (k_cache, v_cache))
-    k_cache, v_cache = (t if t.stride(2) == 1 else t.contiguous() for t in (k_cache, v_cache))
+    k_cache, v_cache = side_by_side(k_cache), side_by_side(v_cache)
     launch(
         _C.kv_lookup, k_cache, v_cache, page_table.contiguous(), cu_seqlens.contiguous(), *out, total,
         *page_table.shape, num_pages, *k_cache.stride()[:2], *v_cache.stride()[:2], page_size, width,

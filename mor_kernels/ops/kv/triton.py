@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._triton import cos_sin, frequencies, inverse_of, last_at_most, place, step_of, tile, to_e4m3
-from ._entries import entries_by_page
+from ._layout import entries_by_page, side_by_side
 
 HEADS = 4  # of a program of the append: what lies side by side in memory
 BYTES = 4096  # of halves of heads in a program: 64 a thread, in flight together
@@ -228,9 +228,7 @@ def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     num_pages, page_size = k_cache.shape[:2]
     if 0 in (num_pages, page_size, *page_table.shape):
         return tuple(t.zero_() for t in out)
-    # a token's keys side by side: a view, but where heads are far apart
-    flat = [t.reshape(num_pages, page_size, width) for t in _bytes(k_cache, v_cache)]
-    flat = [t if t.stride(2) == 1 else t.contiguous() for t in flat]
+    flat = [side_by_side(t) for t in _bytes(k_cache, v_cache)]
     size = tile(width, 2048, 4)
     _lookup[(triton.cdiv(total, size.rows), triton.cdiv(width, size.width))](
         *flat, page_table.contiguous(), cu_seqlens.contiguous(), *_bytes(*out), total, *page_table.shape, num_pages,

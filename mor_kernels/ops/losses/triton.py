@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import FLOAT_MAX, bounded, contiguous, find
+from .._layout import contiguous
+from .._triton import FLOAT_MAX, bounded, find
 
 BLOCK = 1024  # elements that a program works on at once
 PARTS = 64  # programs among which the tokens of one group are divided, at most

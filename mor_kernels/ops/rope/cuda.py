@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from ... import _C
 from .._cuda import index_code, launch
-
-
-def _batched(x: torch.Tensor) -> torch.Tensor:
-    """(B, N, H, d), a view if its strides allow, with contiguous heads."""
-    length = x.shape[-3] if x.dim() > 2 else 1
-    x = x.reshape(x.shape[:-2].numel() // length, length, *x.shape[-2:])
-    return x if x.stride(-1) == 1 else x.contiguous()
+from ._layout import batched
 
 
 def rope(q, k, positions, theta, inverse):
     out_q, out_k = q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
     if out_q.numel() + out_k.numel():
-        q, k = _batched(q), None if k is None else _batched(k)
+        q, k = batched(q), None if k is None else batched(k)
         batch, length, q_heads, width = q.shape
         k_heads = 0 if k is None else k.shape[2]
         positions, code = index_code(positions.reshape(batch, length))

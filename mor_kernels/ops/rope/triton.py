@@ -9,11 +9,11 @@ the keys; few tokens have their heads spread over more programs.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from .._triton import cos_sin, frequencies, step_of
+from ._layout import batched
 
 BYTES = 2048  # of each half of a head, in a tile: 16 a thread
 PROGRAMS = 2048  # enough to fill a GPU
@@ -57,18 +57,11 @@ def _rope(
         _rotate(k, out_k, cos, sin, b * k_b + n * k_n, token, i, mask, k_h, k_heads, first, last - q_heads, HALF)
 
 
-def _batched(x: torch.Tensor) -> torch.Tensor:
-    """(B, N, H, d), a view if its strides allow, with contiguous heads."""
-    length = x.shape[-3] if x.dim() > 2 else 1
-    x = x.reshape(x.shape[:-2].numel() // length, length, *x.shape[-2:])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def rope(q, k, positions, theta, inverse):
     out_q, out_k = q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
     if out_q.numel() + out_k.numel():
         half = q.shape[-1] // 2
-        q, k = _batched(q), None if k is None else _batched(k)
+        q, k = batched(q), None if k is None else batched(k)
         batch, length, q_heads, _ = q.shape
         k_heads = 0 if k is None else k.shape[2]
         positions = positions.reshape(batch, length)

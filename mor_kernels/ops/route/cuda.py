@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import _C
-from .._cuda import ACTIVATIONS, contiguous, inverse_of, launch
+from .._cuda import ACTIVATIONS, inverse_of, launch
+from .._layout import contiguous
 
 IN_FLIGHT = 36 * 2**20  # bytes of rows scored and copied before a sequence's own are copied: what L2 holds
 

@@ -23,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import FLOAT_MAX, activate, bounded, contiguous, find, gate, inverse_of, place, tile
+from .._layout import contiguous
+from .._triton import FLOAT_MAX, activate, bounded, find, gate, inverse_of, place, tile
 
 WHOLE = 2048  # logits that one program can select among: all of most training sequences
 CHUNK = 1024  # of a longer sequence: what is wanted at once takes fewer registers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import _C
-from .._cuda import RESIDUALS, contiguous, inverse_of, launch
+from .._cuda import RESIDUALS, inverse_of, launch
+from .._layout import contiguous
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import combine, contiguous, inverse_of, place, tile
+from .._layout import contiguous
+from .._triton import combine, inverse_of, place, tile
 
 # A program waits for an index before it can ask for a row, so it takes many small ones to keep the memory busy: with
 # four times as many elements each, the forward takes 1.2 times and the backward of "delta" 1.7 times as long.

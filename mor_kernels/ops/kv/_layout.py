@@ -1,5 +1,3 @@
-"""What the kernels of a lookup's backward are given."""
-
 from __future__ import annotations
 
 import torch
@@ -12,3 +10,9 @@ def entries_by_page(page_table, cu_seqlens, num_pages, page_size):
     used = used & (page_table >= 0) & (page_table < num_pages)
     named, entries = torch.where(used, page_table, num_pages).flatten().sort(stable=True)
     return entries, torch.searchsorted(named, torch.arange(num_pages + 1, device=named.device, dtype=named.dtype))
+
+
+def side_by_side(cache: torch.Tensor) -> torch.Tensor:
+    """(num_pages, page_size, G * d), a token's numbers side by side: a view, but where heads are far apart."""
+    cache = cache.flatten(2)
+    return cache if cache.stride(2) == 1 else cache.contiguous()
