@@ -23,4 +23,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("kv_merge", &kv_merge);
   m.def("kv_lookup", &kv_lookup);
   m.def("kv_lookup_backward", &kv_lookup_backward);
+  m.def("attention_schedule", &attention_schedule);
+  m.def("paged_attention", &paged_attention);
 }

@@ -28,8 +28,6 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
-
 template <class T>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
@@ -213,6 +211,12 @@ __device__ __forceinline__ void await_previous() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
+}
+
+// The first thing that a kernel does which is launched early and has nothing to do before its inputs are there.
+__device__ __forceinline__ void take_over() {
+  let_next_begin();
+  await_previous();
 }
 
 // Whether rows at these addresses and strides can be read and written 16 bytes at a time.

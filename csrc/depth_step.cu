@@ -34,6 +34,7 @@ __device__ __forceinline__ float element(const int4& pack, int i) {
 template <class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads, 2) depth_step_kernel(const __grid_constant__ Params p) {
   __shared__ float sums[2][kThreads / kWarp];
+  take_over();
   const int64_t row = blockIdx.x;
   T* x = static_cast<T*>(p.x) + row * p.x_n;
   constexpr int kPack = kWide<T>;
@@ -132,9 +133,8 @@ void depth_step(Address x, Address update, Address logits, Address recursions, A
     const int items = packed ? width / kWide<T> : width;
     const int threads = std::min(kThreads, std::max(ceil_div(items, kWarp), 1) * kWarp);
     auto kernel = packed ? depth_step_kernel<T, true> : depth_step_kernel<T, false>;
-    kernel<<<n, threads, 0, stream_of(stream)>>>(p);
+    launch(kernel, n, threads, 0, true, stream, p);
   });
-  check_launch("depth_step");
 }
 
 }  // namespace mor

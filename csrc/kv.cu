@@ -51,6 +51,7 @@ struct Append {
 template <class T, bool kFp8, int N, int kHeads>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ Append p) {
   __shared__ Frequencies frequencies;
+  take_over();
   const int half = (p.width + 1) / 2, pieces = half / N;
   const int q_shares = ceil_div(p.q_heads, kHeads), shares = ceil_div(p.heads, kHeads);
   const int64_t each = int64_t(q_shares + 2 * shares) * pieces;
@@ -125,6 +126,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(kThreads) merge_kernel(
     const void* k, const void* v, const T* k_old, const T* v_old, const int64_t* slots, const int* inverse, T* k_out,
     T* v_out, int64_t n, int64_t length, int width, int new_dtype) {
+  take_over();
   const int pieces = width / N;
   const int64_t id = int64_t(blockIdx.x) * kThreads + threadIdx.x, m = id / pieces;
   if (m >= length) return;
@@ -157,6 +159,7 @@ template <class U>
 __global__ void __launch_bounds__(kLookupThreads) lookup_kernel(const __grid_constant__ Lookup p) {
   __shared__ int64_t page_of[kTokens];  // -1 for none
   __shared__ int offset_of[kTokens];
+  take_over();
   const int64_t first = int64_t(blockIdx.x) * kTokens;
   const int lane = threadIdx.x % kWarp;
   for (int token = threadIdx.x / kWarp; token < kTokens; token += kLookupThreads / kWarp) {
@@ -201,6 +204,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(kThreads) lookup_backward_kernel(
     const T* d_k, const T* d_v, const int64_t* entries, const int64_t* first, const int* cu_seqlens, T* k_out, T* v_out,
     int64_t slots, int64_t max_pages, int page_size, int width) {
+  take_over();
   const int pieces = width / N;
   const int64_t id = int64_t(blockIdx.x) * kThreads + threadIdx.x, slot = id / pieces;
   if (slot >= slots) return;
@@ -238,7 +242,7 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
                  heads, width, page_size, positions_dtype, dtype, cache_dtype, log2_step(theta, half)};
   const auto run = [&](auto kernel, int each, int of_thread) {
     const int64_t threads = tokens * (ceil_div(q_heads, of_thread) + 2 * ceil_div(heads, of_thread)) * (half / each);
-    kernel<<<blocks_of(threads, kAppendThreads), kAppendThreads, 0, stream_of(stream)>>>(p);
+    launch(kernel, blocks_of(threads, kAppendThreads), kAppendThreads, 0, true, stream, p);
   };
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
@@ -256,7 +260,6 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
     else if (many) run(append_kernel<T, false, kPack, kManyHeads>, kPack, kManyHeads);
     else run(append_kernel<T, false, kPack, 1>, kPack, 1);
   });
-  check_launch("kv_append");
 }
 
 void kv_merge(Address k, Address v, Address k_old, Address v_old, Address slots, Address inverse, Address k_out,
@@ -265,11 +268,10 @@ void kv_merge(Address k, Address v, Address k_old, Address v_old, Address slots,
     using T = decltype(t);
     const bool wide = aligned<T>({k_old, v_old, k_out, v_out}, {width});
     auto kernel = wide ? merge_kernel<T, kWide<T>> : merge_kernel<T, 1>;
-    kernel<<<blocks_of(length * (wide ? width / kWide<T> : width), kThreads), kThreads, 0, stream_of(stream)>>>(
-        pointer<void>(k), pointer<void>(v), pointer<T>(k_old), pointer<T>(v_old), pointer<int64_t>(slots),
-        pointer<int>(inverse), pointer<T>(k_out), pointer<T>(v_out), n, length, width, new_dtype);
+    launch(kernel, blocks_of(length * (wide ? width / kWide<T> : width), kThreads), kThreads, 0, true, stream,
+           pointer<void>(k), pointer<void>(v), pointer<T>(k_old), pointer<T>(v_old), pointer<int64_t>(slots),
+           pointer<int>(inverse), pointer<T>(k_out), pointer<T>(v_out), n, length, width, new_dtype);
   });
-  check_launch("kv_merge");
 }
 
 void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Address k_out, Address v_out, int64_t
@@ -281,14 +283,13 @@ void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Add
     const Lookup p{pointer<void>(k), pointer<void>(v), pointer<int>(page_table), pointer<int>(cu_seqlens),
                    pointer<void>(k_out), pointer<void>(v_out), total, rows, max_pages, pages, units(k_page),
                    units(k_slot), units(v_page), units(v_slot), page_size, int(units(width))};
-    lookup_kernel<U><<<blocks_of(total, kTokens), kLookupThreads, 0, stream_of(stream)>>>(p);
+    launch(lookup_kernel<U>, blocks_of(total, kTokens), kLookupThreads, 0, true, stream, p);
   };
   const bool wide = (k | v | k_out | v_out | (k_page | k_slot | v_page | v_slot | width) * item_size) % 16 == 0;
   if (wide) run(int4{});
   else if (item_size == 4) run(int{});
   else if (item_size == 2) run(short{});
   else run(static_cast<signed char>(0));
-  check_launch("kv_lookup");
 }
 
 void kv_lookup_backward(Address d_k, Address d_v, Address entries, Address first, Address cu_seqlens, Address k_out,
@@ -298,11 +299,10 @@ void kv_lookup_backward(Address d_k, Address d_v, Address entries, Address first
     using T = decltype(t);
     const bool wide = aligned<T>({d_k, d_v, k_out, v_out}, {width});
     auto kernel = wide ? lookup_backward_kernel<T, kWide<T>> : lookup_backward_kernel<T, 1>;
-    kernel<<<blocks_of(slots * (wide ? width / kWide<T> : width), kThreads), kThreads, 0, stream_of(stream)>>>(
-        pointer<T>(d_k), pointer<T>(d_v), pointer<int64_t>(entries), pointer<int64_t>(first), pointer<int>(cu_seqlens),
-        pointer<T>(k_out), pointer<T>(v_out), slots, max_pages, page_size, width);
+    launch(kernel, blocks_of(slots * (wide ? width / kWide<T> : width), kThreads), kThreads, 0, true, stream,
+           pointer<T>(d_k), pointer<T>(d_v), pointer<int64_t>(entries), pointer<int64_t>(first),
+           pointer<int>(cu_seqlens), pointer<T>(k_out), pointer<T>(v_out), slots, max_pages, page_size, width);
   });
-  check_launch("kv_lookup_backward");
 }
 
 }  // namespace mor

@@ -27,6 +27,7 @@ struct Params {
 template <class T, int N, int kHeads>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
   __shared__ Frequencies frequencies;
+  take_over();
   const int pieces = p.half / N, q_shares = ceil_div(p.q.count, kHeads);  // of a head; of heads
   const int64_t each = int64_t(q_shares + ceil_div(p.k.count, kHeads)) * pieces;
   const int64_t id = int64_t(blockIdx.x) * kThreads + threadIdx.x, token = id / each;
@@ -77,7 +78,7 @@ void rope(Address q, Address k, Address positions, Address out_q, Address out_k,
     const int pieces = wide ? half / kWide<T> : half;
     const auto run = [&](auto kernel, int heads) {
       const int64_t threads = p.tokens * (ceil_div(q_heads, heads) + ceil_div(k_heads, heads)) * pieces;
-      kernel<<<ceil_div<int64_t>(threads, kThreads), kThreads, 0, stream_of(stream)>>>(p);
+      launch(kernel, ceil_div<int64_t>(threads, kThreads), kThreads, 0, true, stream, p);
     };
     // angles are worked out for several heads at once, if that leaves enough threads
     const bool many = p.tokens * (q_heads + k_heads) * pieces > int64_t(device().multiprocessors) * kThreads * 16;
@@ -85,7 +86,6 @@ void rope(Address q, Address k, Address positions, Address out_q, Address out_k,
     else if (many) run(rope_kernel<T, kWide<T>, kManyHeads>, kManyHeads);
     else run(rope_kernel<T, kWide<T>, 1>, 1);
   });
-  check_launch("rope");
 }
 
 }  // namespace mor

@@ -47,6 +47,8 @@ def backward(*outputs: torch.Tensor) -> None:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == FP8:
+        return strided(x.view(torch.uint8)).view(FP8)
     return torch.stack((x, x), dim=-1)[..., 0]
 
 
@@ -93,6 +95,32 @@ def pages_of(lens: list[int], page_size: int) -> tuple[torch.Tensor, int]:
     return table.cuda(), len(pages)
 
 
+def attend(k_cache, v_cache, table, lens: list[int], heads: int, dtype: torch.dtype, scales: dict) -> None:
+    """One query a lane; a few, at positions of their own, with lanes of padding; prompts, in more than one tile; and
+    more lanes than there are blocks at once."""
+    groups, width = k_cache.shape[2:]
+    k_lens = torch.tensor(lens).int().cuda()
+
+    def call(queries, k_lens, **options):
+        own = {name: options[name] for name in ("rows", "cu_seqlens_q") if name in options}
+        schedule = ops.attention_schedule(k_lens, heads, groups, queries, backend=BACKEND, **own)
+        q = normal(queries, heads, width, dtype=dtype)
+        for x in (q, strided(q)):
+            options |= {"schedule": schedule, "backend": BACKEND, **scales}
+            ops.paged_attention(x, k_cache, v_cache, table, k_lens, **options)
+            ops.paged_attention(x, k_cache, strided(v_cache), table, k_lens, **options)
+
+    call(len(lens), k_lens)
+    rows = torch.tensor([6, -1, 4, 0]).cuda()
+    starts = torch.tensor([0, 3, 4, 9, 9]).int().cuda()
+    positions = torch.tensor([-1, 1299, 800, 4, 0, 1, 350, 699, 200, 5, 5]).cuda()
+    call(11, k_lens[rows], rows=rows, cu_seqlens_q=starts, q_positions=positions)
+    starts = torch.tensor([0, 0, 1, 1, 2, 92, 97, 300, 363]).int().cuda()
+    call(400, k_lens, cu_seqlens_q=starts)
+    rows = torch.arange(1000, device="cuda") % len(lens)
+    call(1000, k_lens[rows], rows=rows)
+
+
 def caches() -> None:
     for page_size, groups, heads, width, dtype in CACHES:
         lens = [0, 1, page_size, page_size + 1, 700, 5, 1300, 63]
@@ -112,6 +140,7 @@ def caches() -> None:
                 ops.kv_append_(
                     k, v, k_cache, v_cache, slots, positions=positions, q=strided(q), backend=BACKEND, **scales
                 )
+        attend(k_cache, v_cache, table, lens, heads, active, scales)
         starts = torch.tensor([0, *lens]).cumsum(0).int().cuda()
         for total in (sum(lens), sum(lens) + 70):
             ops.kv_lookup(k_cache, v_cache, table, starts, total, backend=BACKEND)

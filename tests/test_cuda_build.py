@@ -29,6 +29,9 @@ LIMITS = {
     r"^lookup_backward": 48,
     r"^scatter_back": 72,
     r"^route": 64,
+    r"^paged_attention_kernel<Setting<.* 64,": 128,
+    r"^paged_attention_kernel<Setting<unsigned char, 256,": 256,
+    r"^paged_attention": 168,  # three blocks of 128 threads, as shared memory has room for
     r"": 128,  # what isn't named: 512 threads at once
 }
 

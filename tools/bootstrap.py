@@ -137,9 +137,10 @@ def main():
         sys.exit(f".venv is not built on {THIS}; remove it first: make clean")
     elif state == wanted_state():
         return
+    wanted = wanted_state()  # what is edited while this installs is installed by the next call
     install()
     must_run(PYTHON, "-m", "mor_kernels.doctor")
-    STAMP.write_text(f"{built_on}\n{wanted_state()}\n")
+    STAMP.write_text(f"{built_on}\n{wanted}\n")
 
 
 main()

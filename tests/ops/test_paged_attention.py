@@ -19,8 +19,8 @@ FP8 = torch.float8_e4m3fn
 @pytest.fixture
 def much_split(device, backend, monkeypatch):
     """Rows are split among programs from 33 keys on."""
-    if backend == "triton":
-        module = importlib.import_module("mor_kernels.ops.paged_attention.triton")
+    if backend in ("triton", "cuda"):
+        module = importlib.import_module(f"mor_kernels.ops.paged_attention.{backend}")
         monkeypatch.setattr(module, "LEAST_KEYS", 32)
         monkeypatch.setattr(module, "UNIT", 32)
     return device

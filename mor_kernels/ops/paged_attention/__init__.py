@@ -13,11 +13,15 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from ..kv import check_caches
 from . import eager
-from ._parts import FIELDS, most_parts
+from ._parts import schedule_size
 
 
 def _empty_schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
-    return k_lens.new_empty(most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q) * (FIELDS + groups))
+    return k_lens.new_empty(schedule_size(k_lens.shape[0], heads, groups, queries, cu_seqlens_q))
+
+
+def _too_wide(q, *_):
+    return f"heads of width {q.shape[2]} are more than its kernels' 256" if q.shape[2] > 256 else None
 
 
 _schedule = define(
@@ -26,6 +30,7 @@ _schedule = define(
     fake=_empty_schedule,
     eager=lambda *arguments: _empty_schedule(*arguments).zero_(),
     triton=deferred(f"{__name__}.triton", "schedule"),
+    cuda=deferred(f"{__name__}.cuda", "schedule"),
 )
 _op = define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor(a!) schedule, "
@@ -34,6 +39,7 @@ _op = define(
     fake=lambda q, *_: q.new_empty(q.shape),
     eager=eager.paged_attention,
     triton=deferred(f"{__name__}.triton", "paged_attention"),
+    cuda=deferred(f"{__name__}.cuda", "paged_attention", refuses=_too_wide),
 )
 
 
@@ -51,7 +57,7 @@ def attention_schedule(
     device, so that a CUDA graph replays right whatever the lengths have become.
 
     Args:
-        k_lens, rows, cu_seqlens_q, backend: as in :func:`paged_attention`.
+        k_lens, rows, cu_seqlens_q, backend: as in :func:`paged_attention`. What "eager" returns is for "eager" alone.
         heads, groups: query heads H and key/value heads G.
         queries: n, with those of padding.
 
@@ -148,7 +154,7 @@ def paged_attention(
     if schedule is None:
         schedule = _schedule(k_lens, heads, groups, q.shape[0], rows, cu_seqlens_q, named)
     else:
-        size = most_parts(lanes, heads, groups, q.shape[0], cu_seqlens_q) * (FIELDS + groups)
+        size = schedule_size(lanes, heads, groups, q.shape[0], cu_seqlens_q)
         _checks.tensor(op, "schedule", schedule, (size,), (torch.int32,), q)
     lengths = k_lens, schedule, rows, cu_seqlens_q
     return _op(q, k_cache, v_cache, page_table, *lengths, q_positions, k_scale, v_scale, scale, named)

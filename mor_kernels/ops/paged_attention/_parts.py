@@ -1,4 +1,9 @@
-"""The size of a schedule and of its tiles, which the kernels and the fake implementations agree on."""
+"""A schedule's size and tiles, which the kernels and the fake implementations agree on; any kernel reads any schedule.
+
+A schedule is int32: a line for each part there could be (row of the page table; first query of the tile; queries of the
+lane from that one on, 0 past the last part; keys of the lane; first key of the part, and the one past its last; first
+part of the tile; parts of the tile), a counter for each part and key/value head, the number of parts, and a counter.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,10 @@ def most_parts(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) 
     """
     tiles = queries if cu_seqlens_q is None else queries // _most_queries(heads // groups) + 2 * lanes + 1
     return tiles + wanted(groups)
+
+
+def schedule_size(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) -> int:
+    return most_parts(lanes, heads, groups, queries, cu_seqlens_q) * (FIELDS + groups) + 2
 
 
 def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q) -> int:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._triton import from_e4m3, has_float8
-from ._parts import FIELDS, most_parts, queries_of_a_tile, wanted
+from ._parts import FIELDS, most_parts, queries_of_a_tile, schedule_size, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -56,7 +56,7 @@ def _schedule(
     k_lens, rows, cu_seqlens, schedule, lanes, queries, parts, counters, target, least,
     BLOCK_Q: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Lines of FIELDS numbers, one a part; then the counters. See :func:`_forward` for the numbers."""
+    """Lines of FIELDS numbers, one a part, and the rest; see ``_parts.py``."""
     work = tl.zeros((), tl.int64)
     for first in range(0, lanes + 1, LANES):
         lane = first + tl.arange(0, LANES)
@@ -99,6 +99,8 @@ def _schedule(
     for first in range(0, counters, LANES):
         counter = first + tl.arange(0, LANES)
         tl.store(schedule + parts * FIELDS + counter, 0, mask=counter < counters)
+    tl.store(schedule + parts * FIELDS + counters, done)
+    tl.store(schedule + parts * FIELDS + counters + 1, 0)
 
 
 @triton.jit
@@ -270,7 +272,7 @@ def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
     lanes = k_lens.shape[0]
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
-    out = k_lens.new_empty(parts * (FIELDS + groups))
+    out = k_lens.new_empty(schedule_size(lanes, heads, groups, queries, cu_seqlens_q))
     _schedule[(1,)](
         k_lens.contiguous(), None if rows is None else rows.contiguous(),
         None if cu_seqlens_q is None else cu_seqlens_q.contiguous(), out, lanes, queries, parts, parts * groups,

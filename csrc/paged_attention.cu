@@ -1,0 +1,995 @@
+// Attention of a few queries over paged keys, split over the keys. A block takes one part of a lane's keys for one
+// key/value head and a few rows, row = query * group + head of the group:
+//
+//   m' = max(m, max s);  p = exp(s - m');  l' = l exp(m - m') + sum p;  acc' = acc exp(m - m') + p v,   s = scale q k^T
+//
+// Its warps go through tiles of the keys in turn, each with copies of its own under way, and never wait for one
+// another; at the end their m, l and acc are merged, in the order of the warps:
+//
+//   m = max m_i;  out = sum exp(m_i - m) acc_i / sum exp(m_i - m) l_i
+//
+// Where a lane has several parts, each leaves these in memory instead, and the block that comes last, which a counter
+// tells, merges them likewise in a fixed order: the result doesn't depend on who that is.
+//
+// Queries are few, so the tensor cores get them as the side of 8: S (queries x keys) = q k^T with half of its rows
+// unused, then O^T (width x queries) = v^T p^T, for which S, as it lies in registers, is p^T. fp32 goes without tensor
+// cores, and so do caches that can't be read 16 bytes at a time.
+//
+// Which lane is split into how many parts, only the device knows. A kernel of one block makes a line for each part;
+// here as many blocks as can run at once take one item after another (a part, a head and rows), whose numbers a counter
+// gives out.
+#include <atomic>
+
+#include "warp_mma.cuh"
+
+namespace mor {
+namespace {
+
+constexpr int kFields = 8;  // numbers of a line
+constexpr int kScheduleThreads = 1024;
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kAhead = 4;  // parts, or keys, of which a thread reads numbers at once
+constexpr float kLeast = -1e38f;  // below any score, and finite: 2^(-inf - kLeast) is 0
+
+// Quotients of what is below 2^31, without a division.
+struct Divisor {
+  int divisor = 1;
+  unsigned magic = 0, shift = 0;
+
+  explicit Divisor(int d) : divisor(d) {
+    if (d == 1) return;
+    int bits = 1;
+    while ((int64_t(1) << bits) < d) ++bits;
+    magic = unsigned(((uint64_t(1) << (31 + bits)) + d - 1) / d);
+    shift = bits - 1;
+  }
+
+  __device__ __forceinline__ int operator()(int n) const { return divisor == 1 ? n : __umulhi(n, magic) >> shift; }
+};
+
+// A part of a lane.
+struct Line {
+  int row;          // of the page table
+  int query;        // the first of the tile
+  int left;         // queries of the lane from that one on; 0 where there is no such part
+  int keys;         // of the lane
+  int first, last;  // keys of the part
+  int first_part;   // of the tile
+  int splits;       // parts of the tile
+
+  template <class F>
+  __device__ __forceinline__ explicit Line(F number)
+      : row(number(0)), query(number(1)), left(number(2)), keys(number(3)), first(number(4)), last(number(5)),
+        first_part(number(6)), splits(number(7)) {}
+};
+
+// Schedule, as Triton's: a line for each part there could be; counters, one for each first part of a tile and head; how
+// many parts there are; a counter of items. Counters return to 0 by themselves (atomicInc).
+struct Plan {
+  const int* k_lens;
+  const int64_t* rows;
+  const int* cu_seqlens;
+  int* schedule;
+  int lanes, queries, lines, groups, block_q, unit, target, least;
+};
+
+struct Lane {
+  int row, start, end, tiles, keys, units;
+
+  // Lane number `lanes` stands for the queries past the last lane's.
+  __device__ Lane(const Plan& p, int lane) : row(-1), start(0), end(0), keys(0) {
+    const bool inside = lane < p.lanes;
+    if (inside) {
+      const int64_t named = p.rows ? p.rows[lane] : lane;
+      const bool there = named >= 0 && named <= 0x7fffffff;
+      const int length = p.k_lens[lane];
+      row = there ? int(named) : -1;
+      keys = there ? max(length, 0) : 0;
+    }
+    if (!p.cu_seqlens) {
+      if (inside) start = lane, end = lane + 1;
+    } else if (lane <= p.lanes) {
+      start = p.cu_seqlens[lane];
+      end = inside ? p.cu_seqlens[lane + 1] : p.queries;
+    }
+    tiles = end > start ? ceil_div(end - start, p.block_q) : 0;
+    units = max(ceil_div(keys, p.unit), 1);
+  }
+};
+
+// Sum over the block, of which each warp hands in its own.
+__device__ __forceinline__ int64_t block_sum(int64_t x, int64_t* of_warps) {
+#pragma unroll
+  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (lane == 0) of_warps[warp] = x;
+  __syncthreads();
+  x = of_warps[lane];
+#pragma unroll
+  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+__device__ __forceinline__ int warp_scan(int x) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int before = __shfl_up_sync(kAll, x, step);
+    if (lane >= step) x += before;
+  }
+  return x;
+}
+
+// Parts get as many units of keys as make about `target` of them in all, and no fewer than `least`.
+__global__ void __launch_bounds__(kScheduleThreads) attention_schedule_kernel(const __grid_constant__ Plan p) {
+  static_assert(kScheduleThreads == kWarp * kWarp);
+  __shared__ int64_t of_warps[kWarp];
+  __shared__ int parts_of_warps[kWarp];
+  __shared__ int ends[kScheduleThreads];  // parts of the lanes up to each one
+  __shared__ int4 lanes[kScheduleThreads];
+  __shared__ int2 splits_of[kScheduleThreads];
+  take_over();
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int all = p.lanes + (p.cu_seqlens ? 1 : 0);
+  int64_t work = 0;
+  for (int i = threadIdx.x; i < all; i += kScheduleThreads) {
+    const Lane l(p, i);
+    work += int64_t(l.tiles) * l.units;
+  }
+  work = block_sum(work, of_warps);
+  const int each = int(max((work + p.target - 1) / p.target, int64_t(p.least)));
+
+  int done = 0;
+  for (int first = 0; first < all; first += kScheduleThreads) {
+    const Lane l(p, first + threadIdx.x);
+    const int most = ceil_div(l.units, each);
+    const int size = ceil_div(l.units, most) * p.unit;
+    const int splits = max(ceil_div(l.keys, size), 1);
+    const int inside = warp_scan(l.tiles * splits);
+    if (lane == kWarp - 1) parts_of_warps[warp] = inside;
+    __syncthreads();
+    const int of_warp = parts_of_warps[lane], up_to_warp = warp_scan(of_warp);
+    const int before = __shfl_sync(kAll, up_to_warp - of_warp, warp), here = __shfl_sync(kAll, up_to_warp, kWarp - 1);
+    ends[threadIdx.x] = before + inside;
+    lanes[threadIdx.x] = make_int4(l.row, l.start, l.end, l.keys);
+    splits_of[threadIdx.x] = make_int2(size, splits);
+    __syncthreads();
+    for (int index = threadIdx.x; index < here; index += kScheduleThreads) {
+      int of = 0;  // the first lane that ends past it
+#pragma unroll
+      for (int step = kScheduleThreads / 2; step; step /= 2)
+        if (ends[of + step - 1] <= index) of += step;
+      const int4 found = lanes[of];
+      const int2 divided = splits_of[of];
+      const int nth = index - (of ? ends[of - 1] : 0), tile = nth / divided.y;
+      const int query = found.y + tile * p.block_q;
+      if (done + index >= p.lines) break;
+      const int split = nth - tile * divided.y, begin = split * divided.x;
+      int4* line = reinterpret_cast<int4*>(p.schedule + int64_t(done + index) * kFields);
+      line[0] = make_int4(found.x, query, found.z - query, found.w);
+      line[1] = make_int4(begin, begin + min(divided.x, found.w - begin), done + index - split, divided.y);
+    }
+    done += here;
+    __syncthreads();
+  }
+  done = min(done, p.lines);
+  for (int i = done + threadIdx.x; i < p.lines; i += kScheduleThreads) {
+    int4* line = reinterpret_cast<int4*>(p.schedule + int64_t(i) * kFields);
+    line[0] = line[1] = make_int4(0, 0, 0, 0);
+  }
+  int* counters = p.schedule + int64_t(p.lines) * kFields;
+  const int64_t all_counters = int64_t(p.lines) * p.groups;
+  for (int64_t i = threadIdx.x; i < all_counters; i += kScheduleThreads) counters[i] = 0;
+  if (threadIdx.x == 0) counters[all_counters] = done, counters[all_counters + 1] = 0;
+}
+
+struct Cache {
+  const char* x;
+  const float* scales;
+  int64_t page, slot, head, d;  // strides: bytes, and elements of the last
+};
+
+struct Attention {
+  const void* q;
+  Cache k, v;
+  const int* page_table;
+  int* schedule;
+  const void* positions;
+  void* out;
+  float* sums;         // a line of `pitch` numbers for each row of each part and head
+  float2* statistics;  // m and l of each
+  int64_t q_token, q_head, q_d;
+  float factor;  // scale * log2 e
+  int lines, table_rows, max_pages, room, groups, width, pitch, block_q, rows, row_tiles;  // room: keys of a table row
+  int positions_dtype, dtype, cache_dtype;
+  Divisor page_size, group, per_part, per_head;  // items of a part, and of a head
+
+  __device__ int heads() const { return groups * group.divisor; }
+  __device__ int* counters() const { return schedule + int64_t(lines) * kFields; }
+  __device__ int* parts() const { return counters() + int64_t(lines) * groups; }  // and the counter of items
+};
+
+// What is compiled: the type that caches hold (uint8_t: e4m3), a width that heads are filled up to with zeros, tiles of
+// 8 rows, and whether caches and q can have any type and lie anyhow, and become fp32 element by element.
+template <class T, int D, int N, bool A = false>
+struct Setting {
+  using Stored = T;
+  static constexpr bool kAny = A;
+  static constexpr bool kFp8 = std::is_same_v<T, uint8_t>;
+  static constexpr bool kPlain = std::is_same_v<T, float>;  // without tensor cores
+  using Number = std::conditional_t<kFp8, fp16, T>;         // of products
+  static constexpr int kWidth = D, kRows = 8 * N;
+  static constexpr int kKeys = kFp8 ? 32 : 16;  // of a tile
+  static constexpr int kRowBytes = D * sizeof(T), kChunks = kRowBytes / 16;
+  static constexpr int kTileBytes = kKeys * kRowBytes;
+  static constexpr int kStages = 2 * kTileBytes <= 8192 ? 2 : 1;
+  static constexpr int kTilesPlaced = kWarp / kKeys;  // whose keys are a lane's each
+  static constexpr int kQueryBytes = D * sizeof(Number) + 16;  // of a row; the 16 keep rows off each other's banks
+  static constexpr int kPitch = D + 4;
+  static constexpr int kBlocks = kFp8 && D > 128 ? 2 : D > 64 || kPlain ? 3 : N > 1 ? 4 : 5;  // of a multiprocessor
+  static_assert(kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
+};
+
+template <class C>
+struct Shared {
+  char ring[kWarps][C::kStages][2][C::kTileBytes];  // keys and values; at the end a warp's acc instead
+  char q[C::kRows * C::kQueryBytes];
+  float p[C::kPlain ? kWarps : 1][C::kPlain ? C::kKeys : 1][8];
+  float2 statistics[kWarps][C::kRows];
+  float factor[C::kRows];
+  int visible[C::kRows];  // the last key that a row sees
+  float v_scale;
+  int line[kFields];
+  int item, next, last;
+
+  __device__ float* acc(int warp) { return reinterpret_cast<float*>(ring[warp]); }
+};
+
+// Chunks of 16 bytes change places within a row, so that those of neighbouring rows lie in different banks, whether
+// they are read a column of chunks at a time or four chunks of two rows.
+template <class C>
+__device__ __forceinline__ int swizzle(int key) {
+  return C::kChunks < 8 ? key >> 1 & 3 : (key & 1) << 2 | (key >> 1 & 3);
+}
+
+template <class T>
+__device__ __forceinline__ unsigned pair_of(float a, float b) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const unsigned&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return reinterpret_cast<const unsigned&>(pair);
+  }
+}
+
+__device__ __forceinline__ unsigned word_at(const char* p) { return *reinterpret_cast<const unsigned*>(p); }
+
+// Rows of a warp on the tensor cores: m, l and acc of the keys that it has seen.
+template <class C>
+struct TensorRows {
+  using T = typename C::Number;
+  static constexpr int kTiles = C::kRows / 8, kSteps = C::kWidth / 16, kPairs = C::kKeys / 16;
+  static constexpr bool kHeld = C::kWidth * kTiles <= 128;  // registers have room for q
+  const char* q;
+  unsigned held[kHeld ? kSteps : 1][2 * kTiles];
+  float acc[kSteps][kTiles][4];
+  float largest[kTiles], total[kTiles], factor[kTiles];
+  int visible[kTiles];
+  unsigned p[kTiles][kPairs][2];
+
+  __device__ __forceinline__ explicit TensorRows(Shared<C>& shared) : q(shared.q) {
+    const int row = threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      largest[n] = kLeast, total[n] = 0.0f;
+      factor[n] = shared.factor[row + 8 * n], visible[n] = shared.visible[row + 8 * n];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) acc[i][n][0] = acc[i][n][1] = acc[i][n][2] = acc[i][n][3] = 0.0f;
+    }
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) read_query(held[step], step);
+    }
+  }
+
+  // Of 16 dimensions: two words of each tile of rows. With e4m3, a thread's are those of the bytes of k that it reads.
+  __device__ __forceinline__ void read_query(unsigned (&x)[2 * kTiles], int step) const {
+    const int row = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    const int d = C::kFp8 ? step / 4 * 64 + t * 16 + step % 4 * 4 : step * 16 + t * 2;
+    const int further = C::kFp8 ? 2 : 8;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const char* from = q + (row + 8 * n) * C::kQueryBytes + d * 2;
+      x[n] = word_at(from), x[kTiles + n] = word_at(from + further * 2);
+    }
+  }
+
+  __device__ __forceinline__ void query(unsigned (&a)[4], int step) const {
+    unsigned x[2 * kTiles];
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) x[i] = held[step][i];
+    } else {
+      read_query(x, step);
+    }
+    a[0] = x[0], a[2] = x[kTiles];
+    a[1] = kTiles > 1 ? x[kTiles - 1] : 0, a[3] = kTiles > 1 ? x[2 * kTiles - 1] : 0;
+  }
+
+  // s = q k^T: of row g (and g + 8) and keys 8j + 2t, 8j + 2t + 1
+  __device__ __forceinline__ void score(float (&s)[2 * kPairs][4], const char* k) const {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int j = 0; j < 2 * kPairs; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+    if constexpr (C::kFp8) {
+      const char* row = k + lane / 4 * C::kRowBytes;
+      const int turned = swizzle<C>(lane / 4);
+#pragma unroll
+      for (int block = 0; block < kSteps / 4; ++block) {
+        unsigned a[4][4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) query(a[u], 4 * block + u);
+#pragma unroll
+        for (int j = 0; j < 2 * kPairs; ++j) {
+          const auto x = *reinterpret_cast<const Pack<unsigned, 4>*>(
+              row + j * 8 * C::kRowBytes + ((4 * block + lane % 4) ^ turned) * 16);
+#pragma unroll
+          for (int u = 0; u < 4; ++u) multiply_add<T>(s[j], a[u], from_e4m3(x.at[u]), from_e4m3(x.at[u] >> 16));
+        }
+      }
+    } else {
+      const int key = lane % 8 + lane / 16 * 8;
+      const unsigned row = shared_address(k) + key * C::kRowBytes, turned = (lane / 8 % 2 ^ swizzle<C>(key)) * 16;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned a[4];
+        query(a, step);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          unsigned b[4];
+          load_matrices(b, row + i * 16 * C::kRowBytes + (turned ^ step * 32));
+          multiply_add<T>(s[2 * i], a, b[0], b[1]);
+          multiply_add<T>(s[2 * i + 1], a, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void see_keys(const char* k, int first, Shared<C>&) {
+    float s[2 * kPairs][4];
+    score(s, k);
+    const int lane = threadIdx.x % kWarp;
+    float fade[kTiles];
+    bool fades = false;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float most = largest[n];
+#pragma unroll
+      for (int j = 0; j < 2 * kPairs; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[j][2 * n + e];
+          x = first + 8 * j + lane % 4 * 2 + e <= visible[n] ? x * factor[n] : -INFINITY;
+          most = fmaxf(most, x);
+        }
+      }
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+      fade[n] = exp2_approx(largest[n] - most);
+      fades |= !(fade[n] == 1.0f);
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 2 * kPairs; ++j) {
+        const float a = exp2_approx(s[j][2 * n] - most), b = exp2_approx(s[j][2 * n + 1] - most);
+        sum += a + b;
+        p[n][j / 2][j % 2] = pair_of<T>(a, b);
+      }
+      total[n] = total[n] * fade[n] + sum;
+      largest[n] = most;
+    }
+    if (__any_sync(kAll, fades)) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {  // acc is of queries 2t and 2t + 1
+        const float even = __shfl_sync(kAll, fade[n], lane % 4 * 8), odd = __shfl_sync(kAll, fade[n], lane % 4 * 8 + 4);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          acc[i][n][0] *= even, acc[i][n][1] *= odd;
+          acc[i][n][2] *= even, acc[i][n][3] *= odd;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_values(const char* v, Shared<C>&) {
+    const int lane = threadIdx.x % kWarp;
+    if constexpr (C::kFp8) {
+      // pairs of dimensions as numbers of 16 bits: row g of a matrix is dimension 2g, row g + 8 is 2g + 1
+      static_assert(kPairs == 2);
+      const unsigned row = shared_address(v) + lane * C::kRowBytes;
+      const int turned = swizzle<C>(lane);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        unsigned x[4], a[4];
+        load_transposed(x, row + (i ^ turned) * 16);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const unsigned sorted = __byte_perm(x[2 * half + e], 0, 0x3120);
+            a[2 * e] = from_e4m3(sorted), a[2 * e + 1] = from_e4m3(sorted >> 16);
+          }
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) multiply_add<T>(acc[i][n], a, p[n][half][0], p[n][half][1]);
+        }
+      }
+    } else {
+      const int key = lane % 8 + lane / 16 * 8;
+      const unsigned row = shared_address(v) + key * C::kRowBytes, turned = (lane / 8 % 2 ^ swizzle<C>(key)) * 16;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          unsigned a[4];
+          load_transposed(a, row + j * 16 * C::kRowBytes + (turned ^ i * 32));
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) multiply_add<T>(acc[i][n], a, p[n][j][0], p[n][j][1]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void leave(Shared<C>& shared, int warp) {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    float* to = shared.acc(warp);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      total[n] += __shfl_xor_sync(kAll, total[n], 1);
+      total[n] += __shfl_xor_sync(kAll, total[n], 2);
+      if (t == 0) shared.statistics[warp][g + 8 * n] = make_float2(largest[n], total[n]);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int d = i * 16 + (C::kFp8 ? 2 * g + e / 2 : g + e / 2 * 8);
+          to[(8 * n + 2 * t + e % 2) * C::kPitch + d] = acc[i][n][e];
+        }
+      }
+    }
+  }
+};
+
+// The same in fp32: for scores a lane has a key and every other four dimensions of it, for values a few dimensions.
+template <class C>
+struct PlainRows {
+  static constexpr int kRows = 8, kEach = C::kWidth / kWarp, kVector = kEach < 4 ? kEach : 4;
+  float acc[kRows][kEach], largest[kRows], total[kRows];
+
+  __device__ __forceinline__ explicit PlainRows(Shared<C>&) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      largest[r] = kLeast, total[r] = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) acc[r][e] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void see_keys(const char* k, int first, Shared<C>& shared) {
+    const int warp = threadIdx.x / kWarp, key = threadIdx.x % 16, half = threadIdx.x % kWarp / 16;
+    float s[kRows]{};
+#pragma unroll 1
+    for (int chunk = half; chunk < C::kChunks; chunk += 2) {
+      const float4 x = *reinterpret_cast<const float4*>(k + key * C::kRowBytes + (chunk ^ swizzle<C>(key)) * 16);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float4 y = *reinterpret_cast<const float4*>(shared.q + r * C::kQueryBytes + chunk * 16);
+        s[r] = fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, s[r]))));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float dot = s[r] + __shfl_xor_sync(kAll, s[r], 16);
+      s[r] = first + key <= shared.visible[r] ? dot * shared.factor[r] : -INFINITY;
+      float most = fmaxf(largest[r], s[r]);
+#pragma unroll
+      for (int step = 8; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+      const float fade = exp2_approx(largest[r] - most);
+      s[r] = exp2_approx(s[r] - most);
+      total[r] = total[r] * fade + s[r];
+      largest[r] = most;
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) acc[r][e] *= fade;
+    }
+    float4* p = reinterpret_cast<float4*>(shared.p[warp][key]);
+    if (half == 0) p[0] = make_float4(s[0], s[1], s[2], s[3]);
+    else p[1] = make_float4(s[4], s[5], s[6], s[7]);
+  }
+
+  __device__ __forceinline__ void add_values(const char* v, Shared<C>& shared) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll 2
+    for (int key = 0; key < C::kKeys; ++key) {
+      const float4* p = reinterpret_cast<const float4*>(shared.p[warp][key]);
+      const float4 low = p[0], high = p[1];
+      const float weights[kRows] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int part = 0; part < kEach; part += kVector) {
+        const int byte = (part * kWarp + lane * kVector) * 4;
+        const auto x = *reinterpret_cast<const Pack<float, kVector>*>(
+            v + key * C::kRowBytes + (byte / 16 ^ swizzle<C>(key)) * 16 + byte % 16);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) acc[r][part + e] = fmaf(weights[r], x.at[e], acc[r][part + e]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void leave(Shared<C>& shared, int warp) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int step = 8; step; step /= 2) total[r] += __shfl_xor_sync(kAll, total[r], step);
+      if (lane == 0) shared.statistics[warp][r] = make_float2(largest[r], total[r]);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e)
+        shared.acc(warp)[r * C::kPitch + e / kVector * kVector * kWarp + lane * kVector + e % kVector] = acc[r][e];
+    }
+  }
+};
+
+// Where the key of a lane stands, which is of one of kTilesPlaced tiles; slot -1 if it isn't of the part.
+struct Place {
+  int page, slot;
+};
+
+__device__ __forceinline__ float number_at(const char* x, int dtype, int64_t i) {
+  if (dtype != kE4M3) return load_any(x, dtype, i);
+  const unsigned pair = from_e4m3(static_cast<unsigned char>(x[i]));
+  return __low2float(reinterpret_cast<const __half2&>(pair));
+}
+
+// The tile of a head's keys or values whose first key is that of lane `start`, zeros where there is no key (what is
+// there may be NaN) and past the width; `full` tells that there are none of these.
+template <class C>
+__device__ __forceinline__ void copy_tile(const Attention& p, const Cache& cache, int g, Place place, int start,
+                                          bool full, char* to) {
+  const int lane = threadIdx.x % kWarp;
+  uint64_t own = 0;  // address of the lane's key
+  if (place.slot >= 0)
+    own = uint64_t(cache.x + g * cache.head + unsigned(place.page) * cache.page + unsigned(place.slot) * cache.slot);
+  if constexpr (!C::kAny) {
+    constexpr int kCopies = C::kKeys * C::kChunks / kWarp, kUnrolled = kCopies < 4 ? kCopies : 4;
+    const int nth = lane / C::kChunks, chunk = lane % C::kChunks;  // of the keys that are copied together
+    const int turned = chunk ^ swizzle<C>(nth);
+    const unsigned target = shared_address(to) + nth * C::kRowBytes;
+    const auto copy = [&](int i, auto copy_chunk) {
+      const int key = i * kWarp / C::kChunks, further = i * kWarp % C::kChunks;
+      const uint64_t from = __shfl_sync(kAll, own, start + key + nth);
+      const unsigned at = target + key * C::kRowBytes + ((turned ^ swizzle<C>(key)) + further) * 16;
+      copy_chunk(at, reinterpret_cast<const char*>(from), chunk + further);
+    };
+    if (full) {
+#pragma unroll kUnrolled
+      for (int i = 0; i < kCopies; ++i)
+        copy(i, [](unsigned at, const char* from, int chunk) { copy_async(at, from + chunk * 16); });
+    } else {
+      const int chunks = p.width * int(sizeof(typename C::Stored)) / 16;
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) {
+        copy(i, [&](unsigned at, const char* from, int chunk) {
+          if (from && chunk < chunks) copy_async(at, from + chunk * 16);
+          else clear_shared(at);
+        });
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int first = 0; first < C::kKeys; first += kAhead) {
+      const char* from[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        from[i] = reinterpret_cast<const char*>(__shfl_sync(kAll, own, start + first + i));
+#pragma unroll 1
+      for (int d = lane; d < C::kWidth; d += kWarp) {
+        float x[kAhead]{};
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          if (from[i] && d < p.width) x[i] = number_at(from[i], p.cache_dtype, d * cache.d);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int key = first + i;
+          *reinterpret_cast<float*>(to + key * C::kRowBytes + (d / 4 ^ swizzle<C>(key)) * 16 + d % 4 * 4) = x[i];
+        }
+      }
+    }
+  }
+}
+
+// The block's rows of q, zeros where there are none, and what turns a product into an exponent of 2. With e4m3 the
+// largest of a row gets an exponent of 0, so that it fits into fp16, which e4m3 becomes in one instruction for two.
+template <class C>
+struct Queries {
+  static constexpr int kRowsEach = C::kRows / kWarps, kEach = C::kWidth / kWarp;
+  using Held = std::conditional_t<C::kFp8 || C::kAny, float, typename C::Stored>;  // nothing waits for it until share()
+  Held x[kRowsEach][kEach];
+
+  __device__ __forceinline__ Queries(const Attention& p, const Line& line, int g, int first, int here) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kRowsEach; ++i) {
+      const int row = warp + i * kWarps, query = p.group(first + row);
+      const int head = g * p.group.divisor + first + row - query * p.group.divisor;
+      const int64_t from = int64_t(line.query + query) * p.q_token + head * p.q_head;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int d = lane + j * kWarp;
+        x[i][j] = from_float<Held>(0.0f);
+        if (row >= here || d >= p.width) continue;
+        const int64_t at = from + d * p.q_d;
+        if constexpr (C::kFp8 || C::kAny) x[i][j] = load_any(p.q, p.dtype, at);
+        else x[i][j] = static_cast<const Held*>(p.q)[at];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void share(Shared<C>& shared, float factor) {
+    using T = typename C::Number;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kRowsEach; ++i) {
+      const int row = warp + i * kWarps;
+      float inverse = 1.0f, power = 1.0f;
+      if constexpr (C::kFp8) {
+        float most = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) most = fmaxf(most, fabsf(x[i][j]));
+#pragma unroll
+        for (int step = kWarp / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+        const unsigned size = __float_as_uint(most) & 0x7f800000u;
+        inverse = __uint_as_float((254u << 23) - size), power = __uint_as_float(size);
+      }
+      if (lane == 0) shared.factor[row] = factor * power;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        T& to = reinterpret_cast<T*>(shared.q + row * C::kQueryBytes)[lane + j * kWarp];
+        if constexpr (C::kFp8) to = from_float<T>(x[i][j] * inverse);
+        else to = x[i][j];
+      }
+    }
+  }
+};
+
+// acc, m and l of four dimensions of a row, from all warps.
+struct Merged {
+  float4 acc;
+  float largest, total;
+
+  __device__ __forceinline__ Merged() : acc(make_float4(0, 0, 0, 0)), largest(kLeast), total(0.0f) {}
+
+  __device__ __forceinline__ void add(float weight, float l, const float4& x) {
+    total = fmaf(weight, l, total);
+    acc.x = fmaf(weight, x.x, acc.x), acc.y = fmaf(weight, x.y, acc.y);
+    acc.z = fmaf(weight, x.z, acc.z), acc.w = fmaf(weight, x.w, acc.w);
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+    acc.x *= factor, acc.y *= factor, acc.z *= factor, acc.w *= factor;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ Merged merge_warps(Shared<C>& shared, int row, int d) {
+  Merged merged;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) merged.largest = fmaxf(merged.largest, shared.statistics[w][row].x);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float2 statistics = shared.statistics[w][row];
+    const float4 x = *reinterpret_cast<const float4*>(shared.acc(w) + row * C::kPitch + d);
+    merged.add(exp2_approx(statistics.x - merged.largest), statistics.y, x);
+  }
+  return merged;
+}
+
+// acc / l, and zeros where nothing was seen; NaN stays.
+template <class C>
+__device__ __forceinline__ void write_out(const Attention& p, const Line& line, int g, int m, int d,
+                                          const Merged& merged) {
+  const float l = merged.total;
+  const auto normal = [l](float x) { return l != 0.0f ? x / l : 0.0f; };
+  const float x[4] = {normal(merged.acc.x), normal(merged.acc.y), normal(merged.acc.z), normal(merged.acc.w)};
+  const int query = p.group(m), head = g * p.group.divisor + m - query * p.group.divisor;
+  const int64_t at = (int64_t(line.query + query) * p.heads() + head) * p.width + d;
+  const auto write = [&](auto zero) {
+    using T = decltype(zero);
+    T* out = static_cast<T*>(p.out) + at;
+    const Pack<T, 4> pack{from_float<T>(x[0]), from_float<T>(x[1]), from_float<T>(x[2]), from_float<T>(x[3])};
+    if (p.width % 4 == 0) {
+      *reinterpret_cast<Pack<T, 4>*>(out) = pack;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (d + e < p.width) out[e] = pack.at[e];
+    }
+  };
+  if constexpr (!C::kFp8 && !C::kAny) write(typename C::Stored{});
+  else if (p.dtype == kBF16) write(bf16{});
+  else if (p.dtype == kF16) write(fp16{});
+  else write(float{});
+}
+
+// A number a lane of the line of the item's part, and in the other lanes how many parts there are.
+__device__ __forceinline__ int load_line(const Attention& p, int item) {
+  const int field = threadIdx.x % kWarp;
+  return __ldcg(field < kFields ? p.schedule + int64_t(p.per_part(item)) * kFields + field : p.parts());
+}
+
+// A part, a head, and the first of its rows.
+struct Item {
+  int part, g, row;
+
+  __device__ __forceinline__ Item(const Attention& p, int item, int rows) {
+    part = p.per_part(item), item -= part * p.per_part.divisor;
+    g = p.per_head(item), row = (item - g * p.per_head.divisor) * rows;
+  }
+};
+
+// Rows of a tile of queries that a block's rows from `first` on are, at the most kRows.
+template <class C>
+__device__ __forceinline__ int rows_here(const Attention& p, const Line& line, int first) {
+  return min(min(line.left, p.block_q) * p.group.divisor - first, C::kRows);
+}
+
+// The last of a tile's parts puts them together, each warp every fourth part.
+template <class C>
+__device__ __forceinline__ void merge_parts(const Attention& p, const Line& line, int g, Shared<C>& shared) {
+  constexpr int kUnits = C::kWidth / 4;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int first = 0; first < p.rows; first += C::kRows) {
+    const int here = rows_here<C>(p, line, first);
+    if (here <= 0) break;
+    for (int unit = lane; unit < here * kUnits; unit += kWarp) {
+      const int row = unit / kUnits, d = unit % kUnits * 4;
+      if (d >= p.width) continue;
+      Merged merged;
+      for (int split = warp; split < line.splits; split += kWarps * kAhead) {
+        float2 statistics[kAhead];
+        float4 x[kAhead];
+        float most = merged.largest;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int part = line.first_part + split + i * kWarps;
+          const int64_t at = (int64_t(part) * p.groups + g) * p.rows + first + row;
+          const bool there = split + i * kWarps < line.splits;
+          statistics[i] = there ? __ldcg(p.statistics + at) : make_float2(kLeast, 0.0f);
+          x[i] = there ? __ldcg(reinterpret_cast<const float4*>(p.sums + at * p.pitch + d)) : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) most = fmaxf(most, statistics[i].x);
+        const float fade = exp2_approx(merged.largest - most);
+        merged.total *= fade, merged.scale(fade), merged.largest = most;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) merged.add(exp2_approx(statistics[i].x - most), statistics[i].y, x[i]);
+      }
+      *reinterpret_cast<float4*>(shared.acc(warp) + row * C::kPitch + d) = merged.acc;
+      if (d == 0) shared.statistics[warp][row] = make_float2(merged.largest, merged.total);
+    }
+    __syncthreads();
+    for (int unit = threadIdx.x; unit < here * kUnits; unit += kThreads) {
+      const int row = unit / kUnits, d = unit % kUnits * 4;
+      if (d < p.width) write_out<C>(p, line, g, first + row, d, merge_warps<C>(shared, row, d));
+    }
+    __syncthreads();
+  }
+}
+
+// One item's keys: each warp leaves m, l and acc of its own in shared memory.
+template <class C>
+__device__ __forceinline__ void see_part(const Attention& p, int item, int number, Shared<C>& shared) {
+  const Line line([number](int i) { return __shfl_sync(kAll, number, i); });
+  constexpr int kStages = C::kStages;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const Item own(p, item, C::kRows);
+  const int here = rows_here<C>(p, line, own.row);
+
+  const int first = line.first;
+  int last = line.row >= 0 && line.row < p.table_rows ? min(line.last, p.room) : 0;
+  int position = -1;  // of the last key that row `lane` sees
+  if (lane < here) {
+    const int query = p.group(own.row + lane);
+    position = line.keys - line.left + query;  // the queries are the newest tokens
+    if (p.positions) {
+      const int64_t token = line.query + query;
+      const int64_t named = p.positions_dtype ? static_cast<const int*>(p.positions)[token]
+                                              : static_cast<const int64_t*>(p.positions)[token];
+      position = int(max(min(named, int64_t(line.keys - 1)), int64_t(-1)));
+    }
+  }
+  last = min(last, __reduce_max_sync(kAll, position) + 1);
+
+  const int tiles = last > first ? ceil_div(last - first, C::kKeys) : 0;
+  const int mine = tiles > warp ? (tiles - warp - 1) / kWarps + 1 : 0;
+  const int* table = p.page_table + int64_t(line.row) * p.max_pages;
+  const auto place = [&](int i) {
+    const int tile = i * C::kTilesPlaced + lane / C::kKeys;
+    const int key = first + (warp + tile * kWarps) * C::kKeys + lane % C::kKeys;
+    if (key >= last) return Place{0, -1};
+    const int page = p.page_size(key);
+    return Place{table[page], key - page * p.page_size.divisor};
+  };
+  constexpr int kPlaces = ceil_div(kStages, C::kTilesPlaced);
+  Place places[kPlaces];
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) places[i] = place(i);
+  Place following = kStages % C::kTilesPlaced ? places[kPlaces - 1] : place(kPlaces);
+  const auto full = [&](int tile) {
+    return first + (warp + tile * kWarps + 1) * C::kKeys <= last && p.width == C::kWidth;
+  };
+  Queries<C> queries(p, line, own.g, own.row, here);
+  const float factor = p.k.scales ? p.factor * p.k.scales[own.g] : p.factor;
+  if (warp == 0) {
+    if (lane < kFields) shared.line[lane] = number;
+    if (lane < C::kRows) shared.visible[lane] = min(position, last - 1);
+    if (lane == 0) shared.item = item, shared.v_scale = p.v.scales ? p.v.scales[own.g] : 1.0f;
+  }
+  char(&ring)[kStages][2][C::kTileBytes] = shared.ring[warp];
+#pragma unroll 1
+  for (int i = 0; i < 2 * kStages; ++i) {  // not unrolled: instructions are fetched from memory, too
+    const int tile = i / 2, start = tile % C::kTilesPlaced * C::kKeys;
+    const Place there = tile < C::kTilesPlaced ? places[0] : places[kPlaces - 1];
+    if (tile < mine) copy_tile<C>(p, i % 2 ? p.v : p.k, own.g, there, start, full(tile), ring[tile][i % 2]);
+    end_group();
+  }
+  queries.share(shared, factor);
+  __syncthreads();
+
+  std::conditional_t<C::kPlain, PlainRows<C>, TensorRows<C>> rows(shared);
+  for (int i = 0; i < mine; ++i) {
+    char(&tile)[2][C::kTileBytes] = ring[i % kStages];
+    const int next = i + kStages, start = next % C::kTilesPlaced * C::kKeys;
+    await_groups<2 * kStages - 1>();
+    __syncwarp();
+    rows.see_keys(tile[0], first + (warp + i * kWarps) * C::kKeys, shared);
+    __syncwarp();
+    if (next < mine) copy_tile<C>(p, p.k, own.g, following, start, full(next), tile[0]);
+    end_group();
+    await_groups<2 * kStages - 1>();
+    __syncwarp();
+    rows.add_values(tile[1], shared);
+    __syncwarp();
+    if (next < mine) copy_tile<C>(p, p.v, own.g, following, start, full(next), tile[1]);
+    end_group();
+    if ((next + 1) % C::kTilesPlaced == 0) following = place((next + 1) / C::kTilesPlaced);
+  }
+  rows.leave(shared, warp);
+}
+
+// The item's result from what the warps left; of a tile with several parts into memory, and that of all of them from
+// there if this is the last.
+template <class C>
+__device__ __forceinline__ void finish_part(const Attention& p, Shared<C>& shared) {
+  const Line line([&](int i) { return shared.line[i]; });
+  constexpr int kUnits = C::kWidth / 4;
+  const Item own(p, shared.item, C::kRows);
+  const int here = rows_here<C>(p, line, own.row);
+  for (int unit = threadIdx.x; unit < here * kUnits; unit += kThreads) {
+    const int row = unit / kUnits, d = unit % kUnits * 4;
+    if (d >= p.width) continue;
+    Merged merged = merge_warps<C>(shared, row, d);
+    merged.scale(shared.v_scale);
+    if (line.splits == 1) {
+      write_out<C>(p, line, own.g, own.row + row, d, merged);
+    } else {
+      const int64_t at = (int64_t(own.part) * p.groups + own.g) * p.rows + own.row + row;
+      *reinterpret_cast<float4*>(p.sums + at * p.pitch + d) = merged.acc;
+      if (d == 0) p.statistics[at] = make_float2(merged.largest, merged.total);
+    }
+  }
+  if (line.splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* counter = p.counters() + int64_t(line.first_part) * p.groups + own.g;
+    const unsigned most = line.splits * p.row_tiles - 1;
+    shared.last = atomicInc(reinterpret_cast<unsigned*>(counter), most) == most;
+    __threadfence();
+  }
+  __syncthreads();
+  if (shared.last) merge_parts<C>(p, line, own.g, shared);
+}
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(const __grid_constant__ Attention p) {
+  extern __shared__ __align__(128) char memory[];
+  Shared<C>& shared = *reinterpret_cast<Shared<C>*>(memory);
+  take_over();
+  unsigned* counter = reinterpret_cast<unsigned*>(p.parts() + 1);
+  const int blocks = gridDim.x;
+  int item = blockIdx.x, number = load_line(p, item);
+  const int items = __shfl_sync(kAll, number, kFields) * p.per_part.divisor;
+  while (item < items) {
+    int taken = 0;  // each block is told once that there are no more, so there are as many answers as items
+    if (threadIdx.x == 0 && items > blocks) taken = int(atomicInc(counter, items - 1));
+    see_part<C>(p, item, number, shared);
+    if (threadIdx.x == 0) shared.next = items > blocks ? min(blocks + taken, items) : items;
+    __syncthreads();
+    item = shared.next;
+    if (item < items) number = load_line(p, item);
+    finish_part<C>(p, shared);
+    __syncthreads();
+  }
+}
+
+// Blocks that a multiprocessor runs at once.
+template <class C>
+int resident_blocks() {
+  constexpr int kMost = 64;
+  static std::atomic<int> known[kMost];
+  int index;
+  check(cudaGetDevice(&index), "cudaGetDevice");
+  if (index >= kMost) throw std::runtime_error("paged_attention: expected a device below 64");
+  if (!known[index]) {  // threads that come at once write the same
+    int blocks;
+    const auto kernel = paged_attention_kernel<C>;
+    const int shared = sizeof(Shared<C>);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "paged_attention");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared), "paged_attention");
+    known[index] = std::max(blocks, 1);
+  }
+  return known[index];
+}
+
+template <class C>
+void run(Attention& p, Address stream) {
+  p.row_tiles = ceil_div(p.rows, C::kRows);
+  p.per_part = Divisor(p.groups * p.row_tiles), p.per_head = Divisor(p.row_tiles);
+  const int64_t most = int64_t(p.lines) * p.groups * p.row_tiles;
+  const int64_t blocks = std::min<int64_t>(most, int64_t(resident_blocks<C>()) * device().multiprocessors);
+  launch(paged_attention_kernel<C>, blocks, kThreads, sizeof(Shared<C>), true, stream, p);
+}
+
+template <class T, bool A = false>
+void run_width(Attention& p, Address stream) {
+  constexpr int kMost = std::is_same_v<T, float> ? 1 : 2;  // tiles of rows
+  const bool many = p.rows > 8;
+  if (p.width > 128) run<Setting<T, 256, 1, A>>(p, stream);
+  else if (p.width > 64) many ? run<Setting<T, 128, kMost, A>>(p, stream) : run<Setting<T, 128, 1, A>>(p, stream);
+  else many ? run<Setting<T, 64, kMost, A>>(p, stream) : run<Setting<T, 64, 1, A>>(p, stream);
+}
+
+}  // namespace
+
+void attention_schedule(Address k_lens, Address rows, Address cu_seqlens, Address schedule, int lanes, int queries,
+                        int lines, int groups, int block_q, int unit, int target, int least, Address stream) {
+  const Plan p{pointer<int>(k_lens), pointer<int64_t>(rows), pointer<int>(cu_seqlens), pointer<int>(schedule), lanes,
+               queries, lines, groups, block_q, unit, target, least};
+  launch(attention_schedule_kernel, 1, kScheduleThreads, 0, true, stream, p);
+}
+
+void paged_attention(Address q, Address k, Address v, Address page_table, Address schedule, Address positions,
+                     Address k_scale, Address v_scale, Address out, Address sums, Address statistics, double scale,
+                     int lines, int table_rows, int max_pages, int page_size, int heads, int groups, int width,
+                     int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k, std::array<int64_t, 4> of_v,
+                     int positions_dtype, int dtype, int cache_dtype, Address stream) {
+  const int item = cache_dtype == kE4M3 ? 1 : cache_dtype == kF32 ? 4 : 2, group = heads / groups;
+  const auto even = [&](int64_t elements) { return elements * item % 16 == 0; };
+  bool wide = of_k[3] == 1 && of_v[3] == 1 && even(width) && (k | v) % 16 == 0;
+  for (int i = 0; i < 3; ++i) wide = wide && even(of_k[i]) && even(of_v[i]);
+  Attention p{pointer<void>(q),
+              {pointer<char>(k), pointer<float>(k_scale), of_k[0] * item, of_k[1] * item, of_k[2] * item, of_k[3]},
+              {pointer<char>(v), pointer<float>(v_scale), of_v[0] * item, of_v[1] * item, of_v[2] * item, of_v[3]},
+              pointer<int>(page_table), pointer<int>(schedule), pointer<void>(positions), pointer<void>(out),
+              pointer<float>(sums), pointer<float2>(statistics), of_q[0], of_q[1], of_q[2],
+              float(scale * 1.4426950408889634), lines, table_rows, max_pages,
+              int(std::min<int64_t>(int64_t(max_pages) * page_size, 0x7fffffff)), groups, width, ceil_div(width, 4) * 4,
+              block_q, block_q * group, 1, positions_dtype, dtype, cache_dtype, Divisor(page_size), Divisor(group),
+              Divisor(1), Divisor(1)};
+  if (!wide || (cache_dtype != dtype && (cache_dtype != kE4M3 || dtype == kF32))) run_width<float, true>(p, stream);
+  else if (cache_dtype == kE4M3) run_width<uint8_t>(p, stream);
+  else with_float(dtype, [&](auto t) { run_width<decltype(t)>(p, stream); });
+}
+
+}  // namespace mor

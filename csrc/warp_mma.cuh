@@ -1,0 +1,78 @@
+// Instructions of a warp that have no other name in C++: the tensor cores', and copies into shared memory that go on
+// beside the warp. Fragments are as the PTX manual has them for mma.m16n8k16; lane = 4 * g + t.
+#pragma once
+
+#include "common.cuh"
+
+namespace mor {
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+// 16 bytes.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
+__device__ __forceinline__ void clear_shared(unsigned to) {
+  asm volatile("st.shared.v4.u32 [%0], {0, 0, 0, 0};\n" ::"r"(to) : "memory");
+}
+
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Until no more than the last N groups of the thread's copies are under way.
+template <int N>
+__device__ __forceinline__ void await_groups() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
+
+// Four 8 x 8 matrices of 16 bits; lane 8 * i + j gives the address of row j of matrix i and gets, of each, the elements
+// 2t and 2t + 1 of row g.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+}
+
+// The same of column g.
+__device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8)
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// 2^x; 0 for -inf
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The e4m3 numbers in the low 16 bits as a pair in fp16, exactly.
+__device__ __forceinline__ unsigned from_e4m3(unsigned pair) {
+#if __CUDA_ARCH__ >= 890
+  unsigned y;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(y) : "h"(static_cast<unsigned short>(pair)));
+  return y;
+#else
+  // the bits of fp16 numbers that are 2^-8 of them, smaller ones included; what would be 480 is NaN
+  const unsigned wide = __byte_perm(pair, 0, 0x1404);
+  const unsigned small = (wide & 0x80008000u) | (wide & 0x7f007f00u) >> 1;
+  const __half2 value = __hmul2(reinterpret_cast<const __half2&>(small), __float2half2_rn(256.0f));
+  return reinterpret_cast<const unsigned&>(value) | __heq2_mask(__habs2(value), __float2half2_rn(480.0f));
+#endif
+}
+
+}  // namespace mor

@@ -1,0 +1,55 @@
+"""Attention over paged keys by the kernels of ``csrc/paged_attention.cu``."""
+
+from __future__ import annotations
+
+import torch
+
+from ... import _C
+from .._cuda import contiguous, index_code, launch
+from ._parts import most_parts, queries_of_a_tile, schedule_size, wanted
+
+LEAST_KEYS = 256  # a part isn't worth its merging for fewer
+UNIT = 64  # keys: parts are multiples of so many
+# Parts times heads to aim at: two for each of an H100's multiprocessors keep memory busy, and 16 parts a lane let the
+# last ones end together. More of them would take longer to merge.
+LEAST_PROGRAMS, PARTS_OF_A_LANE = 264, 16
+
+
+def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
+    lanes = k_lens.shape[0]
+    parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
+    block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
+    target = min(max(LEAST_PROGRAMS // groups, PARTS_OF_A_LANE * lanes), wanted(groups))
+    out = k_lens.new_empty(schedule_size(lanes, heads, groups, queries, cu_seqlens_q))
+    launch(
+        _C.attention_schedule, *contiguous(k_lens, rows, cu_seqlens_q), out, lanes, queries, parts, groups, block_q,
+        UNIT, target, LEAST_KEYS // UNIT,
+    )  # fmt: skip
+    return out
+
+
+def paged_attention(
+    q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale
+):
+    n, heads, width = q.shape
+    out = q.new_empty(q.shape)
+    lanes, (page_size, groups) = k_lens.shape[0], k_cache.shape[1:3]
+    if out.numel() == 0:
+        return out
+    if 0 in (k_cache.numel(), page_table.numel(), lanes):
+        return out.zero_()
+    code = 0
+    if q_positions is not None:
+        q_positions, code = index_code(q_positions.contiguous())
+    group = heads // groups
+    parts = most_parts(lanes, heads, groups, n, cu_seqlens_q)
+    block_q = queries_of_a_tile(lanes, group, n, cu_seqlens_q)
+    lines, pitch = parts * groups * block_q * group, -(-width // 4) * 4
+    partial = torch.empty(lines * (pitch + 2), dtype=torch.float32, device=q.device)
+    launch(
+        _C.paged_attention, q, k_cache, v_cache, page_table.contiguous(), schedule, q_positions,
+        *contiguous(k_scale, v_scale), out, partial, partial[lines * pitch :], scale, parts, *page_table.shape,
+        page_size, heads, groups, width, block_q, q.stride(), k_cache.stride(), v_cache.stride(), code, q.dtype,
+        k_cache.dtype,
+    )  # fmt: skip
+    return out
