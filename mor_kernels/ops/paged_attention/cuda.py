@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import _C
-from .._cuda import contiguous, index_code, launch
+from .._cuda import index_code, launch
+from .._layout import contiguous
 from ._parts import most_parts, queries_of_a_tile, schedule_size, wanted
 
 LEAST_KEYS = 256  # a part isn't worth its merging for fewer
