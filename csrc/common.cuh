@@ -40,6 +40,25 @@ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
+// Quotients of what is below 2^31, without a division.
+struct Divisor {
+  int divisor = 1;
+  unsigned magic = 0, shift = 0;
+
+  explicit Divisor(int d) : divisor(d) {
+    if (d == 1) return;
+    int bits = 1;
+    while ((int64_t(1) << bits) < d) ++bits;
+    magic = unsigned(((uint64_t(1) << (31 + bits)) + d - 1) / d);
+    shift = bits - 1;
+  }
+
+  __device__ __forceinline__ int operator()(int n) const { return divisor == 1 ? n : __umulhi(n, magic) >> shift; }
+  __device__ __forceinline__ int64_t operator()(int64_t n) const {  // of anything that isn't negative
+    return n >> 31 ? n / divisor : (*this)(int(n));
+  }
+};
+
 // f(T{}) for the T that a dtype's code stands for
 template <class F>
 void with_float(int dtype, F f) {

@@ -8,8 +8,8 @@
 namespace mor {
 namespace {
 
-constexpr int kThreads = 256, kAppendThreads = 128, kLookupThreads = 128;
-constexpr int kTokens = 8;     // of a block that looks up
+constexpr int kThreads = 256, kAppendThreads = 128;
+constexpr int kTokens = 4;     // of a block that looks up: one for each of its warps, of which there may be more
 constexpr int kManyHeads = 4;  // of a thread that appends, if there are many tokens
 
 // As PyTorch rounds: what is larger than 448 becomes 448, NaN stays.
@@ -42,8 +42,10 @@ struct Append {
   void* out_q;
   const int64_t* slots;
   const void* positions;
-  int64_t tokens, slots_there;
-  int q_heads, heads, width, page_size, positions_dtype, dtype, cache_dtype;
+  int64_t slots_there;
+  Divisor page_size;
+  Work<kAppendThreads> work;
+  int q_heads, heads, width, positions_dtype, dtype, cache_dtype;
   double log2_step;
 };
 
@@ -52,12 +54,11 @@ template <class T, bool kFp8, int N, int kHeads>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ Append p) {
   __shared__ Frequencies frequencies;
   take_over();
-  const int half = (p.width + 1) / 2, pieces = half / N;
-  const int q_shares = ceil_div(p.q_heads, kHeads), shares = ceil_div(p.heads, kHeads);
-  const int64_t each = int64_t(q_shares + 2 * shares) * pieces;
-  const int64_t id = int64_t(blockIdx.x) * kAppendThreads + threadIdx.x, token = id / each;
-  const bool there = token < p.tokens;
-  const int share = id % each / pieces, i = id % pieces * N;
+  const Task task(p.work);
+  const int half = (p.width + 1) / 2, q_shares = ceil_div(p.q_heads, kHeads), shares = ceil_div(p.heads, kHeads);
+  const int share = task.share, i = task.piece * N;
+  const int64_t token = task.token;
+  const bool there = task.there;
   const bool is_q = share < q_shares, is_v = share >= q_shares + shares;
   const Source& source = is_q ? p.q : is_v ? p.v : p.k;
   const Cache& cache = is_v ? p.v_cache : p.k_cache;
@@ -82,8 +83,9 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
   float cos[N], sin[N];
   if (turns) angles(frequencies, p.log2_step, i, position, cos, sin);
   if (!is_q && (slot < 0 || slot >= p.slots_there)) return;
+  const int64_t page = p.page_size(slot);
   const int64_t to = is_q ? (token * p.q_heads + first) * p.width
-                          : slot / p.page_size * cache.page + slot % p.page_size * cache.slot + first * cache.h;
+                          : page * cache.page + (slot - page * p.page_size.divisor) * cache.slot + first * cache.h;
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     if (first + h >= count) break;
@@ -151,19 +153,19 @@ struct Lookup {
   const int *page_table, *cu_seqlens;
   void *k_out, *v_out;
   int64_t total, rows, max_pages, pages, k_page, k_slot, v_page, v_slot;  // strides in units of U
-  int page_size, units;
+  Divisor page_size, units;
 };
 
 // out[t] = cache[page, offset] of the t-th token of all rows, zeros past the last; U is what travels at once.
 template <class U>
-__global__ void __launch_bounds__(kLookupThreads) lookup_kernel(const __grid_constant__ Lookup p) {
+__global__ void __launch_bounds__(kThreads) lookup_kernel(const __grid_constant__ Lookup p) {
   __shared__ int64_t page_of[kTokens];  // -1 for none
   __shared__ int offset_of[kTokens];
   take_over();
   const int64_t first = int64_t(blockIdx.x) * kTokens;
-  const int lane = threadIdx.x % kWarp;
-  for (int token = threadIdx.x / kWarp; token < kTokens; token += kLookupThreads / kWarp) {
-    const int64_t t = first + token;
+  const int lane = threadIdx.x % kWarp, nth = threadIdx.x / kWarp;
+  if (nth < kTokens) {
+    const int64_t t = first + nth;
     // the last row that begins at most at t: a warp looks at 32 of them at once
     int64_t row = 0, stride = 1;
     while (stride * kWarp <= p.rows) stride *= kWarp;
@@ -174,19 +176,19 @@ __global__ void __launch_bounds__(kLookupThreads) lookup_kernel(const __grid_con
     int64_t page = -1;
     int offset = 0;
     if (t < p.total && row < p.rows) {
-      const int64_t index = t - p.cu_seqlens[row];
-      if (index / p.page_size < p.max_pages) page = p.page_table[row * p.max_pages + index / p.page_size];
-      offset = index % p.page_size;
+      const int index = int(t - p.cu_seqlens[row]), nth_page = p.page_size(index);
+      if (nth_page < p.max_pages) page = p.page_table[row * p.max_pages + nth_page];
+      offset = index - nth_page * p.page_size.divisor;
     }
-    if (lane == 0) page_of[token] = page < p.pages ? page : -1, offset_of[token] = offset;
+    if (lane == 0) page_of[nth] = page < p.pages ? page : -1, offset_of[nth] = offset;
   }
   __syncthreads();
-  const int here = int(min(int64_t(kTokens), p.total - first)) * p.units;
+  const int units = p.units.divisor, here = int(min(int64_t(kTokens), p.total - first)) * units;
   const U *k = static_cast<const U*>(p.k), *v = static_cast<const U*>(p.v);
-  U *k_out = static_cast<U*>(p.k_out) + first * p.units, *v_out = static_cast<U*>(p.v_out) + first * p.units;
+  U *k_out = static_cast<U*>(p.k_out) + first * units, *v_out = static_cast<U*>(p.v_out) + first * units;
 #pragma unroll 4
-  for (int at = threadIdx.x; at < here; at += kLookupThreads) {
-    const int token = at / p.units, unit = at % p.units;
+  for (int at = threadIdx.x; at < here; at += blockDim.x) {
+    const int token = p.units(at), unit = at - token * units;
     const int64_t page = page_of[token], offset = offset_of[token];
     U k_unit{}, v_unit{};
     if (page >= 0) {
@@ -234,15 +236,15 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
                int q_heads, int heads, int width, int page_size, std::array<int64_t, 9> from,
                std::array<int64_t, 8> to, int positions_dtype, int dtype, int cache_dtype, Address stream) {
   const int half = (width + 1) / 2;
-  const Append p{{pointer<void>(q), from[0], from[1], from[2]}, {pointer<void>(k), from[3], from[4], from[5]},
-                 {pointer<void>(v), from[6], from[7], from[8]},
-                 {pointer<void>(k_cache), pointer<float>(k_scale), to[0], to[1], to[2], to[3]},
-                 {pointer<void>(v_cache), pointer<float>(v_scale), to[4], to[5], to[6], to[7]},
-                 pointer<void>(out_q), pointer<int64_t>(slots), pointer<void>(positions), tokens, slots_there, q_heads,
-                 heads, width, page_size, positions_dtype, dtype, cache_dtype, log2_step(theta, half)};
+  Append p{{pointer<void>(q), from[0], from[1], from[2]}, {pointer<void>(k), from[3], from[4], from[5]},
+           {pointer<void>(v), from[6], from[7], from[8]},
+           {pointer<void>(k_cache), pointer<float>(k_scale), to[0], to[1], to[2], to[3]},
+           {pointer<void>(v_cache), pointer<float>(v_scale), to[4], to[5], to[6], to[7]},
+           pointer<void>(out_q), pointer<int64_t>(slots), pointer<void>(positions), slots_there, Divisor(page_size),
+           {tokens, 1, 1}, q_heads, heads, width, positions_dtype, dtype, cache_dtype, log2_step(theta, half)};
   const auto run = [&](auto kernel, int each, int of_thread) {
-    const int64_t threads = tokens * (ceil_div(q_heads, of_thread) + 2 * ceil_div(heads, of_thread)) * (half / each);
-    launch(kernel, blocks_of(threads, kAppendThreads), kAppendThreads, 0, true, stream, p);
+    p.work = {tokens, ceil_div(q_heads, of_thread) + 2 * ceil_div(heads, of_thread), half / each};
+    launch(kernel, p.work.grid(), kAppendThreads, 0, true, stream, p);
   };
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
@@ -282,8 +284,9 @@ void kv_lookup(Address k, Address v, Address page_table, Address cu_seqlens, Add
     const auto units = [&](int64_t elements) { return elements * item_size / int64_t(sizeof(U)); };
     const Lookup p{pointer<void>(k), pointer<void>(v), pointer<int>(page_table), pointer<int>(cu_seqlens),
                    pointer<void>(k_out), pointer<void>(v_out), total, rows, max_pages, pages, units(k_page),
-                   units(k_slot), units(v_page), units(v_slot), page_size, int(units(width))};
-    launch(lookup_kernel<U>, blocks_of(total, kTokens), kLookupThreads, 0, true, stream, p);
+                   units(k_slot), units(v_page), units(v_slot), Divisor(page_size), Divisor(units(width))};
+    const int threads = std::clamp(ceil_div(kTokens * p.units.divisor, kWarp), kTokens, kThreads / kWarp) * kWarp;
+    launch(lookup_kernel<U>, blocks_of(total, kTokens), threads, 0, true, stream, p);
   };
   const bool wide = (k | v | k_out | v_out | (k_page | k_slot | v_page | v_slot | width) * item_size) % 16 == 0;
   if (wide) run(int4{});

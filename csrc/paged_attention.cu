@@ -16,8 +16,7 @@
 // cores, and so do caches that can't be read 16 bytes at a time.
 //
 // Which lane is split into how many parts, only the device knows. A kernel of one block makes a line for each part;
-// here as many blocks as can run at once take one item after another (a part, a head and rows), whose numbers a counter
-// gives out.
+// here as many blocks as can run at once take one item after another (a part, a head and rows).
 #include <atomic>
 
 #include "warp_mma.cuh"
@@ -31,22 +30,6 @@ constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kAhead = 4;  // parts, or keys, of which a thread reads numbers at once
 constexpr float kLeast = -1e38f;  // below any score, and finite: 2^(-inf - kLeast) is 0
 
-// Quotients of what is below 2^31, without a division.
-struct Divisor {
-  int divisor = 1;
-  unsigned magic = 0, shift = 0;
-
-  explicit Divisor(int d) : divisor(d) {
-    if (d == 1) return;
-    int bits = 1;
-    while ((int64_t(1) << bits) < d) ++bits;
-    magic = unsigned(((uint64_t(1) << (31 + bits)) + d - 1) / d);
-    shift = bits - 1;
-  }
-
-  __device__ __forceinline__ int operator()(int n) const { return divisor == 1 ? n : __umulhi(n, magic) >> shift; }
-};
-
 // A part of a lane.
 struct Line {
   int row;          // of the page table
@@ -57,14 +40,16 @@ struct Line {
   int first_part;   // of the tile
   int splits;       // parts of the tile
 
-  template <class F>
-  __device__ __forceinline__ explicit Line(F number)
-      : row(number(0)), query(number(1)), left(number(2)), keys(number(3)), first(number(4)), last(number(5)),
-        first_part(number(6)), splits(number(7)) {}
+  __device__ __forceinline__ explicit Line(int number)  // of which each lane has one
+      : row(of(number, 0)), query(of(number, 1)), left(of(number, 2)), keys(of(number, 3)), first(of(number, 4)),
+        last(of(number, 5)), first_part(of(number, 6)), splits(of(number, 7)) {}
+
+ private:
+  __device__ __forceinline__ static int of(int number, int field) { return __shfl_sync(kAll, number, field); }
 };
 
 // Schedule, as Triton's: a line for each part there could be; counters, one for each first part of a tile and head; how
-// many parts there are; a counter of items. Counters return to 0 by themselves (atomicInc).
+// many parts there are. Counters return to 0 by themselves (atomicInc).
 struct Plan {
   const int* k_lens;
   const int64_t* rows;
@@ -180,13 +165,14 @@ __global__ void __launch_bounds__(kScheduleThreads) attention_schedule_kernel(co
   int* counters = p.schedule + int64_t(p.lines) * kFields;
   const int64_t all_counters = int64_t(p.lines) * p.groups;
   for (int64_t i = threadIdx.x; i < all_counters; i += kScheduleThreads) counters[i] = 0;
-  if (threadIdx.x == 0) counters[all_counters] = done, counters[all_counters + 1] = 0;
+  if (threadIdx.x == 0) counters[all_counters] = done;
 }
 
 struct Cache {
   const char* x;
   const float* scales;
-  int64_t page, slot, head, d;  // strides: bytes, and elements of the last
+  int64_t page, slot, head, d;    // strides: bytes, and elements of the last
+  unsigned page_units, slot_units;  // of 16 bytes
 };
 
 struct Attention {
@@ -206,7 +192,7 @@ struct Attention {
 
   __device__ int heads() const { return groups * group.divisor; }
   __device__ int* counters() const { return schedule + int64_t(lines) * kFields; }
-  __device__ int* parts() const { return counters() + int64_t(lines) * groups; }  // and the counter of items
+  __device__ const int* parts() const { return counters() + int64_t(lines) * groups; }
 };
 
 // What is compiled: the type that caches hold (uint8_t: e4m3), a width that heads are filled up to with zeros, tiles of
@@ -224,25 +210,30 @@ struct Setting {
   static constexpr int kTileBytes = kKeys * kRowBytes;
   static constexpr int kStages = 2 * kTileBytes <= 8192 ? 2 : 1;
   static constexpr int kTilesPlaced = kWarp / kKeys;  // whose keys are a lane's each
+  static constexpr int kTurn = kStages > kTilesPlaced ? kStages : kTilesPlaced;  // tiles after which all is as it was
+  static constexpr int kPlaces = ceil_div(kStages, kTilesPlaced);  // that fill the ring
+  static constexpr int kTilesAhead = kStages % kTilesPlaced ? kPlaces : kPlaces + 1;  // places that are looked up first
   static constexpr int kQueryBytes = D * sizeof(Number) + 16;  // of a row; the 16 keep rows off each other's banks
   static constexpr int kPitch = D + 4;
+  // whether shared memory has room for acc beside the keys of the next item
+  static constexpr bool kApart = D == 64 && !kPlain;
   static constexpr int kBlocks = kFp8 && D > 128 ? 2 : D > 64 || kPlain ? 3 : N > 1 ? 4 : 5;  // of a multiprocessor
-  static_assert(kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
+  static_assert(kApart || kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
+  static_assert(kTileBytes % 128 == 0);
 };
 
 template <class C>
 struct Shared {
-  char ring[kWarps][C::kStages][2][C::kTileBytes];  // keys and values; at the end a warp's acc instead
+  char ring[kWarps][C::kStages][2][C::kTileBytes];  // keys and values
   char q[C::kRows * C::kQueryBytes];
   float p[C::kPlain ? kWarps : 1][C::kPlain ? C::kKeys : 1][8];
+  float own_acc[C::kApart ? kWarps : 1][C::kApart ? C::kRows * C::kPitch : 4];
   float2 statistics[kWarps][C::kRows];
   float factor[C::kRows];
   int visible[C::kRows];  // the last key that a row sees
-  float v_scale;
-  int line[kFields];
-  int item, next, last;
+  int last;
 
-  __device__ float* acc(int warp) { return reinterpret_cast<float*>(ring[warp]); }
+  __device__ float* acc(int warp) { return C::kApart ? own_acc[warp] : reinterpret_cast<float*>(ring[warp]); }
 };
 
 // Chunks of 16 bytes change places within a row, so that those of neighbouring rows lie in different banks, whether
@@ -250,6 +241,15 @@ struct Shared {
 template <class C>
 __device__ __forceinline__ int swizzle(int key) {
   return C::kChunks < 8 ? key >> 1 & 3 : (key & 1) << 2 | (key >> 1 & 3);
+}
+
+// The address of a chunk that many bytes further along a row, of which eight change places.
+__device__ __forceinline__ unsigned along(unsigned row, int bytes) { return (row ^ (bytes & 112)) + (bytes & ~127); }
+
+// Keeps what is known from being worked out again and again.
+__device__ __forceinline__ unsigned kept(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 template <class T>
@@ -272,6 +272,7 @@ struct TensorRows {
   static constexpr int kTiles = C::kRows / 8, kSteps = C::kWidth / 16, kPairs = C::kKeys / 16;
   static constexpr bool kHeld = C::kWidth * kTiles <= 128;  // registers have room for q
   const char* q;
+  unsigned keys, values;  // of the lane in the first tile of the warp's ring
   unsigned held[kHeld ? kSteps : 1][2 * kTiles];
   float acc[kSteps][kTiles][4];
   float largest[kTiles], total[kTiles], factor[kTiles];
@@ -279,7 +280,16 @@ struct TensorRows {
   unsigned p[kTiles][kPairs][2];
 
   __device__ __forceinline__ explicit TensorRows(Shared<C>& shared) : q(shared.q) {
-    const int row = threadIdx.x % kWarp / 4;
+    const int lane = threadIdx.x % kWarp, row = lane / 4;
+    const unsigned ring = shared_address(shared.ring[threadIdx.x / kWarp]);
+    if constexpr (C::kFp8) {
+      keys = kept(ring + row * C::kRowBytes + (lane % 4 ^ swizzle<C>(row)) * 16);
+      values = kept(ring + C::kTileBytes + lane * C::kRowBytes + swizzle<C>(lane) * 16);
+    } else {
+      const int key = lane % 8 + lane / 16 * 8;
+      keys = kept(ring + key * C::kRowBytes + (lane / 8 % 2 ^ swizzle<C>(key)) * 16);
+      values = keys + C::kTileBytes;
+    }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       largest[n] = kLeast, total[n] = 0.0f;
@@ -318,13 +328,11 @@ struct TensorRows {
   }
 
   // s = q k^T: of row g (and g + 8) and keys 8j + 2t, 8j + 2t + 1
-  __device__ __forceinline__ void score(float (&s)[2 * kPairs][4], const char* k) const {
-    const int lane = threadIdx.x % kWarp;
+  __device__ __forceinline__ void score(float (&s)[2 * kPairs][4], int tile) const {
+    const int offset = tile * 2 * C::kTileBytes;
 #pragma unroll
     for (int j = 0; j < 2 * kPairs; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
     if constexpr (C::kFp8) {
-      const char* row = k + lane / 4 * C::kRowBytes;
-      const int turned = swizzle<C>(lane / 4);
 #pragma unroll
       for (int block = 0; block < kSteps / 4; ++block) {
         unsigned a[4][4];
@@ -332,15 +340,13 @@ struct TensorRows {
         for (int u = 0; u < 4; ++u) query(a[u], 4 * block + u);
 #pragma unroll
         for (int j = 0; j < 2 * kPairs; ++j) {
-          const auto x = *reinterpret_cast<const Pack<unsigned, 4>*>(
-              row + j * 8 * C::kRowBytes + ((4 * block + lane % 4) ^ turned) * 16);
+          unsigned x[4];
+          load_shared(x, along(keys, block * 64) + j * 8 * C::kRowBytes + offset);
 #pragma unroll
-          for (int u = 0; u < 4; ++u) multiply_add<T>(s[j], a[u], from_e4m3(x.at[u]), from_e4m3(x.at[u] >> 16));
+          for (int u = 0; u < 4; ++u) multiply_add<T>(s[j], a[u], from_e4m3(x[u]), from_e4m3(x[u] >> 16));
         }
       }
     } else {
-      const int key = lane % 8 + lane / 16 * 8;
-      const unsigned row = shared_address(k) + key * C::kRowBytes, turned = (lane / 8 % 2 ^ swizzle<C>(key)) * 16;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         unsigned a[4];
@@ -348,7 +354,7 @@ struct TensorRows {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
           unsigned b[4];
-          load_matrices(b, row + i * 16 * C::kRowBytes + (turned ^ step * 32));
+          load_matrices(b, along(keys, step * 32) + i * 16 * C::kRowBytes + offset);
           multiply_add<T>(s[2 * i], a, b[0], b[1]);
           multiply_add<T>(s[2 * i + 1], a, b[2], b[3]);
         }
@@ -356,24 +362,32 @@ struct TensorRows {
     }
   }
 
-  __device__ __forceinline__ void see_keys(const char* k, int first, Shared<C>&) {
+  // Of a tile of the ring, whose first key is number `first`; `whole` tells that all rows see all of them.
+  __device__ __forceinline__ void see_keys(int tile, int first, bool whole, Shared<C>&) {
     float s[2 * kPairs][4];
-    score(s, k);
+    score(s, tile);
     const int lane = threadIdx.x % kWarp;
     float fade[kTiles];
     bool fades = false;
 #pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2 * kPairs; ++j) s[j][2 * n] *= factor[n], s[j][2 * n + 1] *= factor[n];
+    if (!whole) {
+      const int key = first + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int j = 0; j < 2 * kPairs; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (key + 8 * j + e > visible[n]) s[j][2 * n + e] = -INFINITY;
+    }
+#pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       float most = largest[n];
 #pragma unroll
-      for (int j = 0; j < 2 * kPairs; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[j][2 * n + e];
-          x = first + 8 * j + lane % 4 * 2 + e <= visible[n] ? x * factor[n] : -INFINITY;
-          most = fmaxf(most, x);
-        }
-      }
+      for (int j = 0; j < 2 * kPairs; ++j) most = fmaxf(most, fmaxf(s[j][2 * n], s[j][2 * n + 1]));
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
       fade[n] = exp2_approx(largest[n] - most);
@@ -401,17 +415,15 @@ struct TensorRows {
     }
   }
 
-  __device__ __forceinline__ void add_values(const char* v, Shared<C>&) {
-    const int lane = threadIdx.x % kWarp;
+  __device__ __forceinline__ void add_values(int tile, Shared<C>&) {
+    const int offset = tile * 2 * C::kTileBytes;
     if constexpr (C::kFp8) {
       // pairs of dimensions as numbers of 16 bits: row g of a matrix is dimension 2g, row g + 8 is 2g + 1
       static_assert(kPairs == 2);
-      const unsigned row = shared_address(v) + lane * C::kRowBytes;
-      const int turned = swizzle<C>(lane);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         unsigned x[4], a[4];
-        load_transposed(x, row + (i ^ turned) * 16);
+        load_transposed(x, along(values, i * 16) + offset);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -424,14 +436,12 @@ struct TensorRows {
         }
       }
     } else {
-      const int key = lane % 8 + lane / 16 * 8;
-      const unsigned row = shared_address(v) + key * C::kRowBytes, turned = (lane / 8 % 2 ^ swizzle<C>(key)) * 16;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
           unsigned a[4];
-          load_transposed(a, row + j * 16 * C::kRowBytes + (turned ^ i * 32));
+          load_transposed(a, along(values, i * 32) + j * 16 * C::kRowBytes + offset);
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) multiply_add<T>(acc[i][n], a, p[n][j][0], p[n][j][1]);
         }
@@ -474,8 +484,9 @@ struct PlainRows {
     }
   }
 
-  __device__ __forceinline__ void see_keys(const char* k, int first, Shared<C>& shared) {
+  __device__ __forceinline__ void see_keys(int tile, int first, bool, Shared<C>& shared) {
     const int warp = threadIdx.x / kWarp, key = threadIdx.x % 16, half = threadIdx.x % kWarp / 16;
+    const char* k = shared.ring[warp][tile][0];
     float s[kRows]{};
 #pragma unroll 1
     for (int chunk = half; chunk < C::kChunks; chunk += 2) {
@@ -505,8 +516,9 @@ struct PlainRows {
     else p[1] = make_float4(s[4], s[5], s[6], s[7]);
   }
 
-  __device__ __forceinline__ void add_values(const char* v, Shared<C>& shared) {
+  __device__ __forceinline__ void add_values(int tile, Shared<C>& shared) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const char* v = shared.ring[warp][tile][1];
 #pragma unroll 2
     for (int key = 0; key < C::kKeys; ++key) {
       const float4* p = reinterpret_cast<const float4*>(shared.p[warp][key]);
@@ -540,9 +552,16 @@ struct PlainRows {
   }
 };
 
-// Where the key of a lane stands, which is of one of kTilesPlaced tiles; slot -1 if it isn't of the part.
+// Where a key stands; slot -1 if it isn't of the part.
 struct Place {
   int page, slot;
+
+  __device__ __forceinline__ Place() : page(0), slot(-1) {}
+  __device__ __forceinline__ Place(const Attention& p, const int* table, int key, int last) : Place() {
+    if (key >= last) return;
+    const int nth = p.page_size(key);
+    page = table[nth], slot = key - nth * p.page_size.divisor;
+  }
 };
 
 __device__ __forceinline__ float number_at(const char* x, int dtype, int64_t i) {
@@ -551,41 +570,64 @@ __device__ __forceinline__ float number_at(const char* x, int dtype, int64_t i) 
   return __low2float(reinterpret_cast<const __half2&>(pair));
 }
 
-// The tile of a head's keys or values whose first key is that of lane `start`, zeros where there is no key (what is
-// there may be NaN) and past the width; `full` tells that there are none of these.
+// Which chunk of which of the keys that are copied together a lane copies, of a head's keys or values, and where to.
 template <class C>
-__device__ __forceinline__ void copy_tile(const Attention& p, const Cache& cache, int g, Place place, int start,
-                                          bool full, char* to) {
-  const int lane = threadIdx.x % kWarp;
-  uint64_t own = 0;  // address of the lane's key
-  if (place.slot >= 0)
-    own = uint64_t(cache.x + g * cache.head + unsigned(place.page) * cache.page + unsigned(place.slot) * cache.slot);
-  if constexpr (!C::kAny) {
-    constexpr int kCopies = C::kKeys * C::kChunks / kWarp, kUnrolled = kCopies < 4 ? kCopies : 4;
-    const int nth = lane / C::kChunks, chunk = lane % C::kChunks;  // of the keys that are copied together
-    const int turned = chunk ^ swizzle<C>(nth);
-    const unsigned target = shared_address(to) + nth * C::kRowBytes;
-    const auto copy = [&](int i, auto copy_chunk) {
-      const int key = i * kWarp / C::kChunks, further = i * kWarp % C::kChunks;
-      const uint64_t from = __shfl_sync(kAll, own, start + key + nth);
-      const unsigned at = target + key * C::kRowBytes + ((turned ^ swizzle<C>(key)) + further) * 16;
-      copy_chunk(at, reinterpret_cast<const char*>(from), chunk + further);
-    };
-    if (full) {
+struct Copier {
+  static constexpr int kCopies = C::kKeys * C::kChunks / kWarp, kUnrolled = kCopies < 4 ? kCopies : 4;
+  static constexpr unsigned kNowhere = ~0u;
+  const char *k, *v;
+  unsigned to;  // in the first tile of the warp's ring
+
+  __device__ __forceinline__ Copier(const Attention& p, int g, Shared<C>& shared) {
+    const int lane = threadIdx.x % kWarp, nth = lane / C::kChunks, chunk = lane % C::kChunks;
+    k = p.k.x + g * p.k.head, v = p.v.x + g * p.v.head;
+    if constexpr (!C::kAny) {
+      k += chunk * 16, v += chunk * 16;
+      to = kept(shared_address(shared.ring[threadIdx.x / kWarp]) + nth * C::kRowBytes + (chunk ^ swizzle<C>(nth)) * 16);
+    }
+  }
+
+  // A tile whose first key is that of lane `start`; zeros where there is no key (what is there may be NaN) and past the
+  // width. `whole` tells that there are none of these.
+  __device__ __forceinline__ void copy(const Attention& p, bool of_v, Place place, int start, bool whole, int tile,
+                                       Shared<C>& shared) const {
+    const Cache& cache = of_v ? p.v : p.k;
+    const int lane = threadIdx.x % kWarp;
+    const char* base = of_v ? v : k;
+    if constexpr (C::kAny) {
+      copy_any(p, cache, base, place, start, shared.ring[threadIdx.x / kWarp][tile][of_v]);
+      return;
+    }
+    unsigned own = place.page * cache.page_units + place.slot * cache.slot_units;
+    const int first = start + lane / C::kChunks;
+    const unsigned target = to + (2 * tile + of_v) * C::kTileBytes;
+    if (whole) {
 #pragma unroll kUnrolled
-      for (int i = 0; i < kCopies; ++i)
-        copy(i, [](unsigned at, const char* from, int chunk) { copy_async(at, from + chunk * 16); });
+      for (int i = 0; i < kCopies; ++i) {
+        const int key = i * kWarp / C::kChunks, further = i * kWarp % C::kChunks;
+        const unsigned unit = __shfl_sync(kAll, own, first + key);
+        copy_async((target ^ swizzle<C>(key) * 16) + key * C::kRowBytes + further * 16,
+                   base + (uint64_t(unit) * 16 + further * 16));
+      }
     } else {
-      const int chunks = p.width * int(sizeof(typename C::Stored)) / 16;
+      if (place.slot < 0) own = kNowhere;
+      const int chunks = p.width * int(sizeof(typename C::Stored)) / 16 - lane % C::kChunks;
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
-        copy(i, [&](unsigned at, const char* from, int chunk) {
-          if (from && chunk < chunks) copy_async(at, from + chunk * 16);
-          else clear_shared(at);
-        });
+        const int key = i * kWarp / C::kChunks, further = i * kWarp % C::kChunks;
+        const unsigned unit = __shfl_sync(kAll, own, first + key);
+        const unsigned at = (target ^ swizzle<C>(key) * 16) + key * C::kRowBytes + further * 16;
+        if (unit != kNowhere && further < chunks) copy_async(at, base + (uint64_t(unit) * 16 + further * 16));
+        else clear_shared(at);
       }
     }
-  } else {
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_any(const Attention& p, const Cache& cache, const char* base, Place place,
+                                                  int start, char* to) {
+    uint64_t own = 0;  // address of the lane's key
+    if (place.slot >= 0) own = uint64_t(base + unsigned(place.page) * cache.page + unsigned(place.slot) * cache.slot);
 #pragma unroll 1
     for (int first = 0; first < C::kKeys; first += kAhead) {
       const char* from[kAhead];
@@ -593,7 +635,7 @@ __device__ __forceinline__ void copy_tile(const Attention& p, const Cache& cache
       for (int i = 0; i < kAhead; ++i)
         from[i] = reinterpret_cast<const char*>(__shfl_sync(kAll, own, start + first + i));
 #pragma unroll 1
-      for (int d = lane; d < C::kWidth; d += kWarp) {
+      for (int d = threadIdx.x % kWarp; d < C::kWidth; d += kWarp) {
         float x[kAhead]{};
 #pragma unroll
         for (int i = 0; i < kAhead; ++i)
@@ -606,17 +648,18 @@ __device__ __forceinline__ void copy_tile(const Attention& p, const Cache& cache
       }
     }
   }
-}
+};
 
 // The block's rows of q, zeros where there are none, and what turns a product into an exponent of 2. With e4m3 the
 // largest of a row gets an exponent of 0, so that it fits into fp16, which e4m3 becomes in one instruction for two.
 template <class C>
 struct Queries {
   static constexpr int kRowsEach = C::kRows / kWarps, kEach = C::kWidth / kWarp;
-  using Held = std::conditional_t<C::kFp8 || C::kAny, float, typename C::Stored>;  // nothing waits for it until share()
+  // as it comes from memory, so that nothing waits for it until share(): with e4m3, one of the types of 16 bits
+  using Held = std::conditional_t<C::kAny, float, std::conditional_t<C::kFp8, unsigned short, typename C::Stored>>;
   Held x[kRowsEach][kEach];
 
-  __device__ __forceinline__ Queries(const Attention& p, const Line& line, int g, int first, int here) {
+  __device__ __forceinline__ void load(const Attention& p, const Line& line, int g, int first, int here) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) {
@@ -626,38 +669,40 @@ struct Queries {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         const int d = lane + j * kWarp;
-        x[i][j] = from_float<Held>(0.0f);
+        x[i][j] = Held{};
         if (row >= here || d >= p.width) continue;
         const int64_t at = from + d * p.q_d;
-        if constexpr (C::kFp8 || C::kAny) x[i][j] = load_any(p.q, p.dtype, at);
+        if constexpr (C::kAny) x[i][j] = load_any(p.q, p.dtype, at);
         else x[i][j] = static_cast<const Held*>(p.q)[at];
       }
     }
   }
 
-  __device__ __forceinline__ void share(Shared<C>& shared, float factor) {
-    using T = typename C::Number;
+  __device__ __forceinline__ void share(const Attention& p, Shared<C>& shared, float factor) const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) {
       const int row = warp + i * kWarps;
-      float inverse = 1.0f, power = 1.0f;
+      auto* to = reinterpret_cast<typename C::Number*>(shared.q + row * C::kQueryBytes) + lane;
+      float power = 1.0f;
       if constexpr (C::kFp8) {
-        float most = 0.0f;
+        float wide[kEach], most = 0.0f;
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) most = fmaxf(most, fabsf(x[i][j]));
+        for (int j = 0; j < kEach; ++j) {
+          wide[j] = p.dtype == kBF16 ? __uint_as_float(x[i][j] << 16) : __half2float(__ushort_as_half(x[i][j]));
+          most = fmaxf(most, fabsf(wide[j]));
+        }
 #pragma unroll
         for (int step = kWarp / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
         const unsigned size = __float_as_uint(most) & 0x7f800000u;
-        inverse = __uint_as_float((254u << 23) - size), power = __uint_as_float(size);
+        power = __uint_as_float(size);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) to[j * kWarp] = from_float<fp16>(wide[j] * __uint_as_float((254u << 23) - size));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) to[j * kWarp] = x[i][j];
       }
       if (lane == 0) shared.factor[row] = factor * power;
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        T& to = reinterpret_cast<T*>(shared.q + row * C::kQueryBytes)[lane + j * kWarp];
-        if constexpr (C::kFp8) to = from_float<T>(x[i][j] * inverse);
-        else to = x[i][j];
-      }
     }
   }
 };
@@ -724,7 +769,7 @@ __device__ __forceinline__ void write_out(const Attention& p, const Line& line, 
 // A number a lane of the line of the item's part, and in the other lanes how many parts there are.
 __device__ __forceinline__ int load_line(const Attention& p, int item) {
   const int field = threadIdx.x % kWarp;
-  return __ldcg(field < kFields ? p.schedule + int64_t(p.per_part(item)) * kFields + field : p.parts());
+  return *(field < kFields ? p.schedule + int64_t(p.per_part(item)) * kFields + field : p.parts());
 }
 
 // A part, a head, and the first of its rows.
@@ -736,6 +781,11 @@ struct Item {
     g = p.per_head(item), row = (item - g * p.per_head.divisor) * rows;
   }
 };
+
+// The end of a part's keys, as far as the page table goes.
+__device__ __forceinline__ int last_of(const Attention& p, const Line& line) {
+  return line.row >= 0 && line.row < p.table_rows ? min(line.last, p.room) : 0;
+}
 
 // Rows of a tile of queries that a block's rows from `first` on are, at the most kRows.
 template <class C>
@@ -786,100 +836,132 @@ __device__ __forceinline__ void merge_parts(const Attention& p, const Line& line
   }
 }
 
-// One item's keys: each warp leaves m, l and acc of its own in shared memory.
+// What is looked up for an item while the one before it is under way.
 template <class C>
-__device__ __forceinline__ void see_part(const Attention& p, int item, int number, Shared<C>& shared) {
-  const Line line([number](int i) { return __shfl_sync(kAll, number, i); });
-  constexpr int kStages = C::kStages;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const Item own(p, item, C::kRows);
-  const int here = rows_here<C>(p, line, own.row);
+struct Upcoming {
+  Place places[C::kTilesAhead];
 
-  const int first = line.first;
-  int last = line.row >= 0 && line.row < p.table_rows ? min(line.last, p.room) : 0;
-  int position = -1;  // of the last key that row `lane` sees
-  if (lane < here) {
-    const int query = p.group(own.row + lane);
-    position = line.keys - line.left + query;  // the queries are the newest tokens
-    if (p.positions) {
-      const int64_t token = line.query + query;
-      const int64_t named = p.positions_dtype ? static_cast<const int*>(p.positions)[token]
-                                              : static_cast<const int64_t*>(p.positions)[token];
-      position = int(max(min(named, int64_t(line.keys - 1)), int64_t(-1)));
+  __device__ __forceinline__ Upcoming(const Attention& p, int number) {  // of its line, a number a lane
+    const Line line(number);
+    const int* table = p.page_table + int64_t(line.row) * p.max_pages;
+#pragma unroll
+    for (int i = 0; i < C::kTilesAhead; ++i) places[i] = Place(p, table, key(line.first, i), last_of(p, line));
+  }
+
+  // That a lane places, the i-th.
+  __device__ __forceinline__ static int key(int first, int i) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    return first + (warp + (i * C::kTilesPlaced + lane / C::kKeys) * kWarps) * C::kKeys + lane % C::kKeys;
+  }
+};
+
+// The keys of an item that a warp goes through.
+template <class C>
+struct Part {
+  int first, last;
+  int tiles, whole;  // of the warp: of all, those at the beginning that have no zeros, and of which all rows see all
+  int position;            // of the last key that row `lane` sees
+  float k_scale;
+  const int* table;
+  int key;          // that the lane places next
+  Place following;  // of the next tiles that will be copied
+  Copier<C> copier;
+
+  // From here on the ring is filled.
+  __device__ __forceinline__ Part(const Attention& p, int item, Upcoming<C>& upcoming, Queries<C>& q,
+                                  Shared<C>& shared)
+      : copier(p, Item(p, item, C::kRows).g, shared) {
+    const Line line(load_line(p, item));
+    const Item own(p, item, C::kRows);
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, here = rows_here<C>(p, line, own.row);
+    q.load(p, line, own.g, own.row, here);
+    k_scale = p.k.scales ? p.k.scales[own.g] : 1.0f;
+    position = -1;
+    if (lane < here) {
+      const int query = p.group(own.row + lane);
+      position = line.keys - line.left + query;  // the queries are the newest tokens
+      if (p.positions) {
+        const int64_t token = line.query + query;
+        const int64_t named = p.positions_dtype ? static_cast<const int*>(p.positions)[token]
+                                                : static_cast<const int64_t*>(p.positions)[token];
+        position = int(max(min(named, int64_t(line.keys - 1)), int64_t(-1)));
+      }
+    }
+    first = line.first, last = min(last_of(p, line), __reduce_max_sync(kAll, position) + 1);
+    position = min(position, last - 1);
+    // tiles of the warp that end at most at a key
+    const auto up_to = [&](int end) {
+      const int beyond = end - first - (warp + 1) * C::kKeys;
+      return beyond < 0 ? 0 : beyond / (kWarps * C::kKeys) + 1;
+    };
+    tiles = last > first ? up_to(last + C::kKeys - 1) : 0;
+    const int seen = __reduce_min_sync(kAll, lane < here ? position : last) + 1;
+    whole = p.width == C::kWidth ? up_to(min(seen, last)) : 0;
+    table = p.page_table + int64_t(line.row) * p.max_pages;
+    key = Upcoming<C>::key(first, C::kTilesAhead);
+#pragma unroll
+    for (int i = 0; i < C::kTilesAhead; ++i)
+      if (Upcoming<C>::key(first, i) >= last) upcoming.places[i].slot = -1;
+    following = upcoming.places[C::kTilesAhead - 1];
+#pragma unroll 1
+    for (int i = 0; i < 2 * C::kStages; ++i) {  // not unrolled: instructions are fetched from memory, too
+      const int tile = i / 2;
+      const Place place = tile < C::kTilesPlaced ? upcoming.places[0] : upcoming.places[C::kPlaces - 1];
+      if (tile < tiles) copier.copy(p, i % 2, place, tile % C::kTilesPlaced * C::kKeys, tile < whole, tile, shared);
+      end_group();
     }
   }
-  last = min(last, __reduce_max_sync(kAll, position) + 1);
 
-  const int tiles = last > first ? ceil_div(last - first, C::kKeys) : 0;
-  const int mine = tiles > warp ? (tiles - warp - 1) / kWarps + 1 : 0;
-  const int* table = p.page_table + int64_t(line.row) * p.max_pages;
-  const auto place = [&](int i) {
-    const int tile = i * C::kTilesPlaced + lane / C::kKeys;
-    const int key = first + (warp + tile * kWarps) * C::kKeys + lane % C::kKeys;
-    if (key >= last) return Place{0, -1};
-    const int page = p.page_size(key);
-    return Place{table[page], key - page * p.page_size.divisor};
-  };
-  constexpr int kPlaces = ceil_div(kStages, C::kTilesPlaced);
-  Place places[kPlaces];
+  // Once the one before no longer needs what is shared.
+  __device__ __forceinline__ void share(const Attention& p, Queries<C>& q, Shared<C>& shared) const {
+    q.share(p, shared, p.factor * k_scale);
+    if (threadIdx.x < C::kRows) shared.visible[threadIdx.x] = position;
+  }
+
+  template <class R>
+  __device__ __forceinline__ void attend(const Attention& p, R& rows, Shared<C>& shared) {
+    const int warp = threadIdx.x / kWarp;
+    constexpr int kStages = C::kStages;
+    for (int turn = 0; turn < tiles; turn += C::kTurn) {
 #pragma unroll
-  for (int i = 0; i < kPlaces; ++i) places[i] = place(i);
-  Place following = kStages % C::kTilesPlaced ? places[kPlaces - 1] : place(kPlaces);
-  const auto full = [&](int tile) {
-    return first + (warp + tile * kWarps + 1) * C::kKeys <= last && p.width == C::kWidth;
-  };
-  Queries<C> queries(p, line, own.g, own.row, here);
-  const float factor = p.k.scales ? p.factor * p.k.scales[own.g] : p.factor;
-  if (warp == 0) {
-    if (lane < kFields) shared.line[lane] = number;
-    if (lane < C::kRows) shared.visible[lane] = min(position, last - 1);
-    if (lane == 0) shared.item = item, shared.v_scale = p.v.scales ? p.v.scales[own.g] : 1.0f;
+      for (int i = 0; i < C::kTurn; ++i) {
+        const int tile = turn + i, next = tile + kStages, slot = i % kStages;
+        const int start = (i + kStages) % C::kTilesPlaced * C::kKeys;
+        if (tile >= tiles) break;
+        await_groups<2 * kStages - 1>();
+        __syncwarp();
+        rows.see_keys(slot, first + (warp + tile * kWarps) * C::kKeys, tile < whole, shared);
+        __syncwarp();
+        if (next < tiles) copier.copy(p, false, following, start, next < whole, slot, shared);
+        end_group();
+        await_groups<2 * kStages - 1>();
+        __syncwarp();
+        rows.add_values(slot, shared);
+        __syncwarp();
+        if (next < tiles) copier.copy(p, true, following, start, next < whole, slot, shared);
+        end_group();
+        if ((i + kStages + 1) % C::kTilesPlaced == 0) {
+          following = Place(p, table, key, last);
+          key += C::kTilesPlaced * kWarps * C::kKeys;
+        }
+      }
+    }
   }
-  char(&ring)[kStages][2][C::kTileBytes] = shared.ring[warp];
-#pragma unroll 1
-  for (int i = 0; i < 2 * kStages; ++i) {  // not unrolled: instructions are fetched from memory, too
-    const int tile = i / 2, start = tile % C::kTilesPlaced * C::kKeys;
-    const Place there = tile < C::kTilesPlaced ? places[0] : places[kPlaces - 1];
-    if (tile < mine) copy_tile<C>(p, i % 2 ? p.v : p.k, own.g, there, start, full(tile), ring[tile][i % 2]);
-    end_group();
-  }
-  queries.share(shared, factor);
-  __syncthreads();
+};
 
-  std::conditional_t<C::kPlain, PlainRows<C>, TensorRows<C>> rows(shared);
-  for (int i = 0; i < mine; ++i) {
-    char(&tile)[2][C::kTileBytes] = ring[i % kStages];
-    const int next = i + kStages, start = next % C::kTilesPlaced * C::kKeys;
-    await_groups<2 * kStages - 1>();
-    __syncwarp();
-    rows.see_keys(tile[0], first + (warp + i * kWarps) * C::kKeys, shared);
-    __syncwarp();
-    if (next < mine) copy_tile<C>(p, p.k, own.g, following, start, full(next), tile[0]);
-    end_group();
-    await_groups<2 * kStages - 1>();
-    __syncwarp();
-    rows.add_values(tile[1], shared);
-    __syncwarp();
-    if (next < mine) copy_tile<C>(p, p.v, own.g, following, start, full(next), tile[1]);
-    end_group();
-    if ((next + 1) % C::kTilesPlaced == 0) following = place((next + 1) / C::kTilesPlaced);
-  }
-  rows.leave(shared, warp);
-}
-
-// The item's result from what the warps left; of a tile with several parts into memory, and that of all of them from
+// An item's result from what the warps left; of a tile with several parts into memory, and that of all of them from
 // there if this is the last.
 template <class C>
-__device__ __forceinline__ void finish_part(const Attention& p, Shared<C>& shared) {
-  const Line line([&](int i) { return shared.line[i]; });
+__device__ __forceinline__ void finish(const Attention& p, int item, Shared<C>& shared) {
+  const Line line(load_line(p, item));
   constexpr int kUnits = C::kWidth / 4;
-  const Item own(p, shared.item, C::kRows);
+  const Item own(p, item, C::kRows);
   const int here = rows_here<C>(p, line, own.row);
   for (int unit = threadIdx.x; unit < here * kUnits; unit += kThreads) {
     const int row = unit / kUnits, d = unit % kUnits * 4;
     if (d >= p.width) continue;
     Merged merged = merge_warps<C>(shared, row, d);
-    merged.scale(shared.v_scale);
+    if (p.v.scales) merged.scale(p.v.scales[own.g]);
     if (line.splits == 1) {
       write_out<C>(p, line, own.g, own.row + row, d, merged);
     } else {
@@ -901,25 +983,41 @@ __device__ __forceinline__ void finish_part(const Attention& p, Shared<C>& share
   if (shared.last) merge_parts<C>(p, line, own.g, shared);
 }
 
+// A block takes every gridDim-th item. While it goes through the keys of one, it looks up where those of the next
+// stand; it copies the first of them before it writes the result.
 template <class C>
 __global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(const __grid_constant__ Attention p) {
   extern __shared__ __align__(128) char memory[];
   Shared<C>& shared = *reinterpret_cast<Shared<C>*>(memory);
   take_over();
-  unsigned* counter = reinterpret_cast<unsigned*>(p.parts() + 1);
-  const int blocks = gridDim.x;
+  const int step = gridDim.x;
   int item = blockIdx.x, number = load_line(p, item);
   const int items = __shfl_sync(kAll, number, kFields) * p.per_part.divisor;
-  while (item < items) {
-    int taken = 0;  // each block is told once that there are no more, so there are as many answers as items
-    if (threadIdx.x == 0 && items > blocks) taken = int(atomicInc(counter, items - 1));
-    see_part<C>(p, item, number, shared);
-    if (threadIdx.x == 0) shared.next = items > blocks ? min(blocks + taken, items) : items;
+  if (item >= items) return;
+  Upcoming<C> upcoming(p, number);
+  Queries<C> q;
+  if (item + step < items) number = load_line(p, item + step);
+  Part<C> part(p, item, upcoming, q, shared);
+  part.share(p, q, shared);
+  for (;; item += step) {
     __syncthreads();
-    item = shared.next;
-    if (item < items) number = load_line(p, item);
-    finish_part<C>(p, shared);
+    const bool more = item + step < items;
+    if (more) {
+      upcoming = Upcoming<C>(p, number);
+      if (item + 2 * step < items) number = load_line(p, item + 2 * step);
+    }
+    std::conditional_t<C::kPlain, PlainRows<C>, TensorRows<C>> rows(shared);
+    part.attend(p, rows, shared);
+    rows.leave(shared, threadIdx.x / kWarp);
+    if (C::kApart && more) part = Part<C>(p, item + step, upcoming, q, shared);
     __syncthreads();
+    finish<C>(p, item, shared);
+    if (!more) return;
+    if (!C::kApart) {
+      __syncthreads();
+      part = Part<C>(p, item + step, upcoming, q, shared);
+    }
+    part.share(p, q, shared);
   }
 }
 
@@ -976,11 +1074,14 @@ void paged_attention(Address q, Address k, Address v, Address page_table, Addres
                      int positions_dtype, int dtype, int cache_dtype, Address stream) {
   const int item = cache_dtype == kE4M3 ? 1 : cache_dtype == kF32 ? 4 : 2, group = heads / groups;
   const auto even = [&](int64_t elements) { return elements * item % 16 == 0; };
+  const auto units = [&](int64_t elements) { return unsigned(elements * item / 16); };
   bool wide = of_k[3] == 1 && of_v[3] == 1 && even(width) && (k | v) % 16 == 0;
   for (int i = 0; i < 3; ++i) wide = wide && even(of_k[i]) && even(of_v[i]);
   Attention p{pointer<void>(q),
-              {pointer<char>(k), pointer<float>(k_scale), of_k[0] * item, of_k[1] * item, of_k[2] * item, of_k[3]},
-              {pointer<char>(v), pointer<float>(v_scale), of_v[0] * item, of_v[1] * item, of_v[2] * item, of_v[3]},
+              {pointer<char>(k), pointer<float>(k_scale), of_k[0] * item, of_k[1] * item, of_k[2] * item, of_k[3],
+               units(of_k[0]), units(of_k[1])},
+              {pointer<char>(v), pointer<float>(v_scale), of_v[0] * item, of_v[1] * item, of_v[2] * item, of_v[3],
+               units(of_v[0]), units(of_v[1])},
               pointer<int>(page_table), pointer<int>(schedule), pointer<void>(positions), pointer<void>(out),
               pointer<float>(sums), pointer<float2>(statistics), of_q[0], of_q[1], of_q[2],
               float(scale * 1.4426950408889634), lines, table_rows, max_pages,

@@ -18,7 +18,8 @@ struct Heads {
 struct Params {
   Heads q, k;
   const void* positions;
-  int64_t tokens, length, p_b, p_n;
+  Work<kThreads> work;
+  int64_t length, p_b, p_n;
   int half, positions_dtype, direction;
   double log2_step;
 };
@@ -28,12 +29,10 @@ template <class T, int N, int kHeads>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
   __shared__ Frequencies frequencies;
   take_over();
-  const int pieces = p.half / N, q_shares = ceil_div(p.q.count, kHeads);  // of a head; of heads
-  const int64_t each = int64_t(q_shares + ceil_div(p.k.count, kHeads)) * pieces;
-  const int64_t id = int64_t(blockIdx.x) * kThreads + threadIdx.x, token = id / each;
-  const bool there = token < p.tokens;
-  const int64_t b = token / p.length, n = token % p.length;
-  const int i = id % pieces * N, share = id % each / pieces;
+  const Task task(p.work);
+  const int64_t token = task.token, b = p.work.tokens == p.length ? 0 : token / p.length, n = token - b * p.length;
+  const bool there = task.there;
+  const int q_shares = ceil_div(p.q.count, kHeads), i = task.piece * N, share = task.share;
   const Heads& heads = share < q_shares ? p.q : p.k;
   const int first = (share < q_shares ? share : share - q_shares) * kHeads;
   const T* x = static_cast<const T*>(heads.x) + b * heads.x_b + n * heads.x_n + first * heads.x_h;
@@ -68,20 +67,19 @@ void rope(Address q, Address k, Address positions, Address out_q, Address out_k,
           int q_heads, int k_heads, int half, double theta, bool inverse, int64_t p_b, int64_t p_n, int64_t q_b,
           int64_t q_n, int64_t q_h, int64_t k_b, int64_t k_n, int64_t k_h, int positions_dtype, int dtype,
           Address stream) {
-  const Params p{{pointer<void>(q), pointer<void>(out_q), q_b, q_n, q_h, q_heads},
-                 {pointer<void>(k), pointer<void>(out_k), k_b, k_n, k_h, k_heads},
-                 pointer<void>(positions), batch * length, length, p_b, p_n, half, positions_dtype, inverse ? -1 : 1,
-                 log2_step(theta, half)};
+  Params p{{pointer<void>(q), pointer<void>(out_q), q_b, q_n, q_h, q_heads},
+           {pointer<void>(k), pointer<void>(out_k), k_b, k_n, k_h, k_heads}, pointer<void>(positions),
+           {batch * length, 1, 1}, length, p_b, p_n, half, positions_dtype, inverse ? -1 : 1, log2_step(theta, half)};
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
     const bool wide = aligned<T>({q, k, out_q, out_k}, {q_b, q_n, q_h, k_b, k_n, k_h, half});
     const int pieces = wide ? half / kWide<T> : half;
     const auto run = [&](auto kernel, int heads) {
-      const int64_t threads = p.tokens * (ceil_div(q_heads, heads) + ceil_div(k_heads, heads)) * pieces;
-      launch(kernel, ceil_div<int64_t>(threads, kThreads), kThreads, 0, true, stream, p);
+      p.work = {p.work.tokens, ceil_div(q_heads, heads) + ceil_div(k_heads, heads), pieces};
+      launch(kernel, p.work.grid(), kThreads, 0, true, stream, p);
     };
     // angles are worked out for several heads at once, if that leaves enough threads
-    const bool many = p.tokens * (q_heads + k_heads) * pieces > int64_t(device().multiprocessors) * kThreads * 16;
+    const bool many = p.work.tokens * (q_heads + k_heads) * pieces > int64_t(device().multiprocessors) * kThreads * 16;
     if (!wide) run(rope_kernel<T, 1, 1>, 1);
     else if (many) run(rope_kernel<T, kWide<T>, kManyHeads>, kManyHeads);
     else run(rope_kernel<T, kWide<T>, 1>, 1);

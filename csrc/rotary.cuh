@@ -1,9 +1,9 @@
 // Rotary embedding: dimensions i and i + half of a head turn by position * theta^(-i / half).
 //
 // Angles are counted in turns, as 64-bit fractions of one: with f = 2^64 theta^(-i / half) / 2 pi, rounded, the product
-// position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns. Its distance to the
-// nearest quarter of a turn goes through polynomials in fp32 (Cephes, Moshier 1992), and the quarter swaps and signs
-// them.
+// position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns. Of it 32 bits suffice for
+// fp32: their distance to the nearest quarter of a turn goes through polynomials (Cephes, Moshier 1992), and the quarter
+// swaps and signs them.
 #pragma once
 
 #include <cmath>
@@ -32,13 +32,43 @@ struct Frequencies {
   __device__ int64_t at(int i, double log2_step) const { return i < kKnown ? known[i] : frequency(i, log2_step); }
 };
 
+// Which heads of which token a thread has: some, a share, and of them a piece. A block has a few tokens, or a part of
+// one.
+template <int kThreads>
+struct Work {
+  int64_t tokens;
+  int together;            // tokens of a block
+  Divisor token, share;    // threads of each
+
+  Work(int64_t tokens, int shares, int pieces)
+      : tokens(tokens), together(std::max(kThreads / (shares * pieces), 1)), token(shares * pieces), share(pieces) {}
+
+  dim3 grid() const {
+    return dim3(ceil_div<int64_t>(tokens, together), ceil_div(together * token.divisor, kThreads));
+  }
+};
+
+struct Task {
+  int64_t token;
+  int share, piece;
+  bool there;
+
+  template <int kThreads>
+  __device__ __forceinline__ explicit Task(const Work<kThreads>& work) {
+    const int id = blockIdx.y * kThreads + threadIdx.x, nth = work.token(id), rest = id - nth * work.token.divisor;
+    token = int64_t(blockIdx.x) * work.together + nth;
+    share = work.share(rest), piece = rest - share * work.share.divisor;
+    there = nth < work.together && token < work.tokens;
+  }
+};
+
 inline double log2_step(double theta, int half) { return -std::log2(theta) / std::max(half, 1); }
 
-// The cosine and sine of a 64-bit fraction of a turn.
-__device__ __forceinline__ void cos_sin(int64_t turn, float& cos, float& sin) {
-  constexpr float kRadians = 3.4061215800304745e-19f;  // 2 pi / 2^64
-  const int64_t quarter = ((turn >> 61) + 1) >> 1;     // the nearest, -2..2
-  const float x = float(int64_t(uint64_t(turn) - (uint64_t(quarter) << 62))) * kRadians;  // at most pi / 4
+// The cosine and sine of a 32-bit fraction of a turn.
+__device__ __forceinline__ void cos_sin(int turn, float& cos, float& sin) {
+  constexpr float kRadians = 1.4629180792671596e-9f;  // 2 pi / 2^32
+  const int quarter = ((turn >> 29) + 1) >> 1;        // the nearest, -2..2
+  const float x = float(int(unsigned(turn) - (unsigned(quarter) << 30))) * kRadians;  // at most pi / 4
   const float y = x * x;
   const float s = x + x * y * (-1.6666654611e-1f + y * (8.3321608736e-3f + y * -1.9515295891e-4f));
   const float c = 1.0f - 0.5f * y +
@@ -55,7 +85,7 @@ __device__ __forceinline__ void angles(const Frequencies& frequencies, double lo
                                        float (&cos)[N], float (&sin)[N]) {
 #pragma unroll
   for (int e = 0; e < N; ++e)
-    cos_sin(int64_t(uint64_t(position) * uint64_t(frequencies.at(i + e, log2_step))), cos[e], sin[e]);
+    cos_sin(int(uint64_t(position) * uint64_t(frequencies.at(i + e, log2_step)) >> 32), cos[e], sin[e]);
 }
 
 template <int N>

@@ -18,6 +18,11 @@ __device__ __forceinline__ void clear_shared(unsigned to) {
   asm volatile("st.shared.v4.u32 [%0], {0, 0, 0, 0};\n" ::"r"(to) : "memory");
 }
 
+__device__ __forceinline__ void load_shared(unsigned (&x)[4], unsigned from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Until no more than the last N groups of the thread's copies are under way.

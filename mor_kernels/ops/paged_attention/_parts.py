@@ -2,7 +2,7 @@
 
 A schedule is int32: a line for each part there could be (row of the page table; first query of the tile; queries of the
 lane from that one on, 0 past the last part; keys of the lane; first key of the part, and the one past its last; first
-part of the tile; parts of the tile), a counter for each part and key/value head, the number of parts, and a counter.
+part of the tile; parts of the tile), a counter for each part and key/value head, and the number of parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def most_parts(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) 
 
 
 def schedule_size(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) -> int:
-    return most_parts(lanes, heads, groups, queries, cu_seqlens_q) * (FIELDS + groups) + 2
+    return most_parts(lanes, heads, groups, queries, cu_seqlens_q) * (FIELDS + groups) + 1
 
 
 def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q) -> int:

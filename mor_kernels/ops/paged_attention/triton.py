@@ -100,7 +100,6 @@ def _schedule(
         counter = first + tl.arange(0, LANES)
         tl.store(schedule + parts * FIELDS + counter, 0, mask=counter < counters)
     tl.store(schedule + parts * FIELDS + counters, done)
-    tl.store(schedule + parts * FIELDS + counters + 1, 0)
 
 
 @triton.jit
