@@ -16,15 +16,15 @@
 // cores, and so do caches that can't be read 16 bytes at a time.
 //
 // Which lane is split into how many parts, only the device knows. A kernel of one block makes a line for each part;
-// here as many blocks as can run at once take one item after another (a part, a head and rows).
-#include <atomic>
-
+// here the parts follow from sharing out all keys among as many blocks as run at once.
 #include "warp_mma.cuh"
 
 namespace mor {
 namespace {
 
-constexpr int kFields = 8;  // numbers of a line
+constexpr int kFields = 8;           // numbers of a line
+constexpr int kEntry = kFields + 2;  // numbers of a range: its first line's, which line that is, and how many there are
+constexpr int kMostRanges = 512;
 constexpr int kScheduleThreads = 1024;
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kAhead = 4;  // parts, or keys, of which a thread reads numbers at once
@@ -48,22 +48,27 @@ struct Line {
   __device__ __forceinline__ static int of(int number, int field) { return __shfl_sync(kAll, number, field); }
 };
 
-// Schedule, as Triton's: a line for each part there could be; counters, one for each first part of a tile and head; how
-// many parts there are. Counters return to 0 by themselves (atomicInc).
+// Schedule, as Triton's: a line for each part there could be; counters, one for each first part of a tile and head,
+// which return to 0 by themselves (atomicInc); ranges of lines.
 struct Plan {
   const int* k_lens;
   const int64_t* rows;
   const int* cu_seqlens;
   int* schedule;
-  int lanes, queries, lines, groups, block_q, unit, target, least;
+  int lanes, queries, lines, groups, block_q, unit, ranges, least;
 };
 
 struct Lane {
-  int row, start, end, tiles, keys, units;
+  int row, start, end, tiles, keys, units;  // units of the keys that each tile reads
+
+  __device__ Lane(const Plan& p, int row, int start, int end, int keys)
+      : row(row), start(start), end(end), tiles(end > start ? ceil_div(end - start, p.block_q) : 0), keys(keys),
+        units(max(ceil_div(keys, p.unit), 1)) {}
 
   // Lane number `lanes` stands for the queries past the last lane's.
-  __device__ Lane(const Plan& p, int lane) : row(-1), start(0), end(0), keys(0) {
+  __device__ static Lane load(const Plan& p, int lane) {
     const bool inside = lane < p.lanes;
+    int row = -1, start = 0, end = 0, keys = 0;
     if (inside) {
       const int64_t named = p.rows ? p.rows[lane] : lane;
       const bool there = named >= 0 && named <= 0x7fffffff;
@@ -77,87 +82,129 @@ struct Lane {
       start = p.cu_seqlens[lane];
       end = inside ? p.cu_seqlens[lane + 1] : p.queries;
     }
-    tiles = end > start ? ceil_div(end - start, p.block_q) : 0;
-    units = max(ceil_div(keys, p.unit), 1);
+    return Lane(p, row, start, end, keys);
+  }
+
+  __device__ int64_t work() const { return int64_t(tiles) * units; }
+};
+
+// How the units of all tiles, one tile after another, are shared out: range r begins at unit r * work / ranges, unless
+// that is within `least` units of the beginning or the end of a tile, and then there.
+struct Cuts {
+  int64_t work;
+  int ranges, least;
+  bool alone;  // each tile is a range instead: none is long enough to be cut, and there are as many ranges
+
+  __device__ int64_t begin(int range) const { return range * work / ranges; }
+
+  // Ranges, but for the first, that begin before a unit.
+  __device__ int before(int64_t unit) const {
+    return int(min(max((unit * ranges + work - 1) / work - 1, int64_t(0)), int64_t(ranges - 1)));
+  }
+
+  // The first and the last range that a tile's units are in.
+  __device__ int2 of_tile(int tile, int64_t first_unit, int units) const {
+    if (alone) return make_int2(tile, tile);
+    const int64_t low = first_unit + min(least, (units + 1) / 2), high = first_unit + units - least;
+    const int first = before(low);
+    return make_int2(first, high < low ? first : before(high + 1));
   }
 };
 
-// Sum over the block, of which each warp hands in its own.
-__device__ __forceinline__ int64_t block_sum(int64_t x, int64_t* of_warps) {
-#pragma unroll
-  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  if (lane == 0) of_warps[warp] = x;
-  __syncthreads();
-  x = of_warps[lane];
-#pragma unroll
-  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAll, x, step);
-  return x;
-}
-
-__device__ __forceinline__ int warp_scan(int x) {
+template <class T>
+__device__ __forceinline__ T warp_scan(T x) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
-    const int before = __shfl_up_sync(kAll, x, step);
+    const T before = __shfl_up_sync(kAll, x, step);
     if (lane >= step) x += before;
   }
   return x;
 }
 
-// Parts get as many units of keys as make about `target` of them in all, and no fewer than `least`.
+// Of the block's numbers the sum of those before the thread's, and of all. `of_warps` is used once between two barriers.
+__device__ __forceinline__ int64_t block_scan(int64_t x, int64_t* of_warps, int64_t& sum) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t inside = warp_scan(x);
+  if (lane == kWarp - 1) of_warps[warp] = inside;
+  __syncthreads();
+  const int64_t of_warp = of_warps[lane], up_to = warp_scan(of_warp);
+  sum = __shfl_sync(kAll, up_to, kWarp - 1);
+  return __shfl_sync(kAll, up_to - of_warp, warp) + inside - x;
+}
+
+// A tile's piece in range r has line number tile + r, which leaves lines empty where a range begins with a tile.
 __global__ void __launch_bounds__(kScheduleThreads) attention_schedule_kernel(const __grid_constant__ Plan p) {
   static_assert(kScheduleThreads == kWarp * kWarp);
-  __shared__ int64_t of_warps[kWarp];
-  __shared__ int parts_of_warps[kWarp];
-  __shared__ int ends[kScheduleThreads];  // parts of the lanes up to each one
+  __shared__ int64_t of_warps[2][kWarp];
+  __shared__ int ends[kScheduleThreads];  // lines of the lanes up to each one
   __shared__ int4 lanes[kScheduleThreads];
-  __shared__ int2 splits_of[kScheduleThreads];
+  __shared__ int tiles_before[kScheduleThreads];
+  __shared__ int64_t work_before[kScheduleThreads];
+  __shared__ int first_of[kMostRanges], last_of[kMostRanges];  // lines of a range
   take_over();
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int all = p.lanes + (p.cu_seqlens ? 1 : 0);
-  int64_t work = 0;
+  for (int r = threadIdx.x; r < p.ranges; r += kScheduleThreads) first_of[r] = 0x7fffffff, last_of[r] = -1;
+  int64_t own_work = 0, own_tiles = 0, tiles;
+  bool cuttable = false;
   for (int i = threadIdx.x; i < all; i += kScheduleThreads) {
-    const Lane l(p, i);
-    work += int64_t(l.tiles) * l.units;
+    const Lane lane = Lane::load(p, i);
+    own_work += lane.work(), own_tiles += lane.tiles;
+    cuttable |= lane.tiles && lane.units >= 2 * p.least;
   }
-  work = block_sum(work, of_warps);
-  const int each = int(max((work + p.target - 1) / p.target, int64_t(p.least)));
+  Cuts cuts{};
+  block_scan(own_work, of_warps[0], cuts.work);
+  block_scan(own_tiles, of_warps[1], tiles);
+  cuts.work = max(cuts.work, int64_t(1));
+  cuts.alone = !__syncthreads_or(cuttable) && tiles <= p.ranges;
+  cuts.ranges = int(min(max(cuts.work / p.least, int64_t(1)), int64_t(p.ranges)));
+  cuts.least = p.least;
 
   int done = 0;
+  int64_t tiles_done = 0, work_done = 0;
   for (int first = 0; first < all; first += kScheduleThreads) {
-    const Lane l(p, first + threadIdx.x);
-    const int most = ceil_div(l.units, each);
-    const int size = ceil_div(l.units, most) * p.unit;
-    const int splits = max(ceil_div(l.keys, size), 1);
-    const int inside = warp_scan(l.tiles * splits);
-    if (lane == kWarp - 1) parts_of_warps[warp] = inside;
+    const Lane own = Lane::load(p, first + threadIdx.x);
+    int64_t more_tiles, more_work;
+    const int tile = int(tiles_done + block_scan(own.tiles, of_warps[0], more_tiles));
+    const int64_t unit = work_done + block_scan(own.work(), of_warps[1], more_work);
+    const int last = max(own.tiles - 1, 0);
+    const int2 ranges = cuts.of_tile(tile + last, unit + int64_t(last) * own.units, own.tiles ? own.units : 0);
+    ends[threadIdx.x] = tile + last + ranges.y + (own.tiles ? 1 : 0);
+    lanes[threadIdx.x] = make_int4(own.row, own.start, own.end, own.keys);
+    tiles_before[threadIdx.x] = tile, work_before[threadIdx.x] = unit;
     __syncthreads();
-    const int of_warp = parts_of_warps[lane], up_to_warp = warp_scan(of_warp);
-    const int before = __shfl_sync(kAll, up_to_warp - of_warp, warp), here = __shfl_sync(kAll, up_to_warp, kWarp - 1);
-    ends[threadIdx.x] = before + inside;
-    lanes[threadIdx.x] = make_int4(l.row, l.start, l.end, l.keys);
-    splits_of[threadIdx.x] = make_int2(size, splits);
-    __syncthreads();
-    for (int index = threadIdx.x; index < here; index += kScheduleThreads) {
+    const int end = min(ends[kScheduleThreads - 1], p.lines);
+    for (int number = done + threadIdx.x; number < end; number += kScheduleThreads) {
       int of = 0;  // the first lane that ends past it
 #pragma unroll
       for (int step = kScheduleThreads / 2; step; step /= 2)
-        if (ends[of + step - 1] <= index) of += step;
-      const int4 found = lanes[of];
-      const int2 divided = splits_of[of];
-      const int nth = index - (of ? ends[of - 1] : 0), tile = nth / divided.y;
-      const int query = found.y + tile * p.block_q;
-      if (done + index >= p.lines) break;
-      const int split = nth - tile * divided.y, begin = split * divided.x;
-      int4* line = reinterpret_cast<int4*>(p.schedule + int64_t(done + index) * kFields);
-      line[0] = make_int4(found.x, query, found.z - query, found.w);
-      line[1] = make_int4(begin, begin + min(divided.x, found.w - begin), done + index - split, divided.y);
+        if (ends[of + step - 1] <= number) of += step;
+      const Lane lane(p, lanes[of].x, lanes[of].y, lanes[of].z, lanes[of].w);
+      const auto ranges_of = [&](int nth) {
+        return cuts.of_tile(tiles_before[of] + nth, work_before[of] + int64_t(nth) * lane.units, lane.units);
+      };
+      int nth = 0;  // the last of its tiles that begins at most there
+      for (int high = lane.tiles; high - nth > 1;) {
+        const int middle = (nth + high) / 2;
+        (tiles_before[of] + middle + ranges_of(middle).x <= number ? nth : high) = middle;
+      }
+      const int2 within = ranges_of(nth);
+      const int line = tiles_before[of] + nth, range = number - line, query = lane.start + nth * p.block_q;
+      const int64_t unit = work_before[of] + int64_t(nth) * lane.units;
+      int4* to = reinterpret_cast<int4*>(p.schedule + int64_t(number) * kFields);
+      if (!lane.tiles || range < within.x || range > within.y) {
+        to[0] = to[1] = make_int4(0, 0, 0, 0);
+        continue;
+      }
+      const int begin = range > within.x ? int(cuts.begin(range) - unit) * p.unit : 0;
+      const int stop = range < within.y ? int(cuts.begin(range + 1) - unit) * p.unit : lane.keys;
+      to[0] = make_int4(lane.row, query, lane.end - query, lane.keys);
+      to[1] = make_int4(begin, stop, line + within.x, within.y - within.x + 1);
+      atomicMin(&first_of[range], number), atomicMax(&last_of[range], number);
     }
-    done += here;
+    done = end, tiles_done += more_tiles, work_done += more_work;
     __syncthreads();
   }
-  done = min(done, p.lines);
   for (int i = done + threadIdx.x; i < p.lines; i += kScheduleThreads) {
     int4* line = reinterpret_cast<int4*>(p.schedule + int64_t(i) * kFields);
     line[0] = line[1] = make_int4(0, 0, 0, 0);
@@ -165,7 +212,14 @@ __global__ void __launch_bounds__(kScheduleThreads) attention_schedule_kernel(co
   int* counters = p.schedule + int64_t(p.lines) * kFields;
   const int64_t all_counters = int64_t(p.lines) * p.groups;
   for (int64_t i = threadIdx.x; i < all_counters; i += kScheduleThreads) counters[i] = 0;
-  if (threadIdx.x == 0) counters[all_counters] = done;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.ranges * kEntry; i += kScheduleThreads) {
+    const int range = i / kEntry, field = i % kEntry, first = first_of[range], count = last_of[range] - first + 1;
+    const bool there = last_of[range] >= 0;
+    int number = field == kFields ? first : count;
+    if (field < kFields && there) number = p.schedule[int64_t(first) * kFields + field];
+    counters[all_counters + i] = there ? number : 0;
+  }
 }
 
 struct Cache {
@@ -188,11 +242,11 @@ struct Attention {
   float factor;  // scale * log2 e
   int lines, table_rows, max_pages, room, groups, width, pitch, block_q, rows, row_tiles;  // room: keys of a table row
   int positions_dtype, dtype, cache_dtype;
-  Divisor page_size, group, per_part, per_head;  // items of a part, and of a head
+  Divisor page_size, group;
 
   __device__ int heads() const { return groups * group.divisor; }
   __device__ int* counters() const { return schedule + int64_t(lines) * kFields; }
-  __device__ const int* parts() const { return counters() + int64_t(lines) * groups; }
+  __device__ const int* ranges() const { return counters() + int64_t(lines) * groups; }
 };
 
 // What is compiled: the type that caches hold (uint8_t: e4m3), a width that heads are filled up to with zeros, tiles of
@@ -208,7 +262,7 @@ struct Setting {
   static constexpr int kKeys = kFp8 ? 32 : 16;  // of a tile
   static constexpr int kRowBytes = D * sizeof(T), kChunks = kRowBytes / 16;
   static constexpr int kTileBytes = kKeys * kRowBytes;
-  static constexpr int kStages = 2 * kTileBytes <= 8192 ? 2 : 1;
+  static constexpr int kStages = kTileBytes > 4096 ? 1 : kTileBytes == 2048 && !kFp8 && N == 1 ? 4 : 2;
   static constexpr int kTilesPlaced = kWarp / kKeys;  // whose keys are a lane's each
   static constexpr int kTurn = kStages > kTilesPlaced ? kStages : kTilesPlaced;  // tiles after which all is as it was
   static constexpr int kPlaces = ceil_div(kStages, kTilesPlaced);  // that fill the ring
@@ -217,7 +271,7 @@ struct Setting {
   static constexpr int kPitch = D + 4;
   // whether shared memory has room for acc beside the keys of the next item
   static constexpr bool kApart = D == 64 && !kPlain;
-  static constexpr int kBlocks = kFp8 && D > 128 ? 2 : D > 64 || kPlain ? 3 : N > 1 ? 4 : 5;  // of a multiprocessor
+  static constexpr int kBlocks = (kFp8 && D * N > 128) || (kPlain && D > 128) ? 2 : 3;  // of a multiprocessor
   static_assert(kApart || kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
   static_assert(kTileBytes % 128 == 0);
 };
@@ -766,21 +820,14 @@ __device__ __forceinline__ void write_out(const Attention& p, const Line& line, 
   else write(float{});
 }
 
-// A number a lane of the line of the item's part, and in the other lanes how many parts there are.
-__device__ __forceinline__ int load_line(const Attention& p, int item) {
-  const int field = threadIdx.x % kWarp;
-  return *(field < kFields ? p.schedule + int64_t(p.per_part(item)) * kFields + field : p.parts());
+// A number a lane of a line, or of a range.
+__device__ __forceinline__ int load_line(const Attention& p, int line) {
+  return p.schedule[int64_t(line) * kFields + threadIdx.x % kFields];
 }
 
-// A part, a head, and the first of its rows.
-struct Item {
-  int part, g, row;
-
-  __device__ __forceinline__ Item(const Attention& p, int item, int rows) {
-    part = p.per_part(item), item -= part * p.per_part.divisor;
-    g = p.per_head(item), row = (item - g * p.per_head.divisor) * rows;
-  }
-};
+__device__ __forceinline__ int load_range(const Attention& p, int range) {
+  return p.ranges()[range * kEntry + min(threadIdx.x % kWarp, kEntry - 1)];
+}
 
 // The end of a part's keys, as far as the page table goes.
 __device__ __forceinline__ int last_of(const Attention& p, const Line& line) {
@@ -836,7 +883,7 @@ __device__ __forceinline__ void merge_parts(const Attention& p, const Line& line
   }
 }
 
-// What is looked up for an item while the one before it is under way.
+// What is looked up for a part while the one before it is under way.
 template <class C>
 struct Upcoming {
   Place places[C::kTilesAhead];
@@ -855,30 +902,24 @@ struct Upcoming {
   }
 };
 
-// The keys of an item that a warp goes through.
+// The keys of a part that a warp goes through, for the block's rows of a tile, from number `row` on.
 template <class C>
 struct Part {
   int first, last;
   int tiles, whole;  // of the warp: of all, those at the beginning that have no zeros, and of which all rows see all
   int position;            // of the last key that row `lane` sees
-  float k_scale;
   const int* table;
   int key;          // that the lane places next
   Place following;  // of the next tiles that will be copied
-  Copier<C> copier;
 
   // From here on the ring is filled.
-  __device__ __forceinline__ Part(const Attention& p, int item, Upcoming<C>& upcoming, Queries<C>& q,
-                                  Shared<C>& shared)
-      : copier(p, Item(p, item, C::kRows).g, shared) {
-    const Line line(load_line(p, item));
-    const Item own(p, item, C::kRows);
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, here = rows_here<C>(p, line, own.row);
-    q.load(p, line, own.g, own.row, here);
-    k_scale = p.k.scales ? p.k.scales[own.g] : 1.0f;
+  __device__ __forceinline__ Part(const Attention& p, const Line& line, int g, int row, const Copier<C>& copier,
+                                  Upcoming<C>& upcoming, Queries<C>& q, Shared<C>& shared) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, here = rows_here<C>(p, line, row);
+    q.load(p, line, g, row, here);
     position = -1;
     if (lane < here) {
-      const int query = p.group(own.row + lane);
+      const int query = p.group(row + lane);
       position = line.keys - line.left + query;  // the queries are the newest tokens
       if (p.positions) {
         const int64_t token = line.query + query;
@@ -913,13 +954,13 @@ struct Part {
   }
 
   // Once the one before no longer needs what is shared.
-  __device__ __forceinline__ void share(const Attention& p, Queries<C>& q, Shared<C>& shared) const {
-    q.share(p, shared, p.factor * k_scale);
+  __device__ __forceinline__ void share(const Attention& p, int g, const Queries<C>& q, Shared<C>& shared) const {
+    q.share(p, shared, p.k.scales ? p.factor * p.k.scales[g] : p.factor);
     if (threadIdx.x < C::kRows) shared.visible[threadIdx.x] = position;
   }
 
   template <class R>
-  __device__ __forceinline__ void attend(const Attention& p, R& rows, Shared<C>& shared) {
+  __device__ __forceinline__ void attend(const Attention& p, const Copier<C>& copier, R& rows, Shared<C>& shared) {
     const int warp = threadIdx.x / kWarp;
     constexpr int kStages = C::kStages;
     for (int turn = 0; turn < tiles; turn += C::kTurn) {
@@ -949,23 +990,22 @@ struct Part {
   }
 };
 
-// An item's result from what the warps left; of a tile with several parts into memory, and that of all of them from
+// A part's result from what the warps left; of a tile with several parts into memory, and that of all of them from
 // there if this is the last.
 template <class C>
-__device__ __forceinline__ void finish(const Attention& p, int item, Shared<C>& shared) {
-  const Line line(load_line(p, item));
+__device__ __forceinline__ void finish(const Attention& p, int part, int g, int first, Shared<C>& shared) {
+  const Line line(load_line(p, part));
   constexpr int kUnits = C::kWidth / 4;
-  const Item own(p, item, C::kRows);
-  const int here = rows_here<C>(p, line, own.row);
+  const int here = rows_here<C>(p, line, first);
   for (int unit = threadIdx.x; unit < here * kUnits; unit += kThreads) {
     const int row = unit / kUnits, d = unit % kUnits * 4;
     if (d >= p.width) continue;
     Merged merged = merge_warps<C>(shared, row, d);
-    if (p.v.scales) merged.scale(p.v.scales[own.g]);
+    if (p.v.scales) merged.scale(p.v.scales[g]);
     if (line.splits == 1) {
-      write_out<C>(p, line, own.g, own.row + row, d, merged);
+      write_out<C>(p, line, g, first + row, d, merged);
     } else {
-      const int64_t at = (int64_t(own.part) * p.groups + own.g) * p.rows + own.row + row;
+      const int64_t at = (int64_t(part) * p.groups + g) * p.rows + first + row;
       *reinterpret_cast<float4*>(p.sums + at * p.pitch + d) = merged.acc;
       if (d == 0) p.statistics[at] = make_float2(merged.largest, merged.total);
     }
@@ -974,109 +1014,94 @@ __device__ __forceinline__ void finish(const Attention& p, int item, Shared<C>& 
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    int* counter = p.counters() + int64_t(line.first_part) * p.groups + own.g;
+    int* counter = p.counters() + int64_t(line.first_part) * p.groups + g;
     const unsigned most = line.splits * p.row_tiles - 1;
     shared.last = atomicInc(reinterpret_cast<unsigned*>(counter), most) == most;
     __threadfence();
   }
   __syncthreads();
-  if (shared.last) merge_parts<C>(p, line, own.g, shared);
+  if (shared.last) merge_parts<C>(p, line, g, shared);
 }
 
-// A block takes every gridDim-th item. While it goes through the keys of one, it looks up where those of the next
-// stand; it copies the first of them before it writes the result.
+// A block goes through a range of parts, for one key/value head and some rows of each tile. While it goes through the
+// keys of one, it looks up where those of the next stand, and it copies the first of them before it writes the result.
 template <class C>
 __global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(const __grid_constant__ Attention p) {
   extern __shared__ __align__(128) char memory[];
   Shared<C>& shared = *reinterpret_cast<Shared<C>*>(memory);
   take_over();
-  const int step = gridDim.x;
-  int item = blockIdx.x, number = load_line(p, item);
-  const int items = __shfl_sync(kAll, number, kFields) * p.per_part.divisor;
-  if (item >= items) return;
+  const int g = blockIdx.x % p.groups, row = blockIdx.y * C::kRows;
+  int number = load_range(p, blockIdx.x / p.groups);
+  int part = __shfl_sync(kAll, number, kFields);
+  const int end = part + __shfl_sync(kAll, number, kFields + 1);
+  if (part == end) return;
+  const Copier<C> copier(p, g, shared);
   Upcoming<C> upcoming(p, number);
   Queries<C> q;
-  if (item + step < items) number = load_line(p, item + step);
-  Part<C> part(p, item, upcoming, q, shared);
-  part.share(p, q, shared);
-  for (;; item += step) {
+  Part<C> own(p, Line(number), g, row, copier, upcoming, q, shared);
+  if (part + 1 < end) number = load_line(p, part + 1);
+  own.share(p, g, q, shared);
+  for (;; ++part) {
     __syncthreads();
-    const bool more = item + step < items;
+    const bool more = part + 1 < end;
     if (more) {
       upcoming = Upcoming<C>(p, number);
-      if (item + 2 * step < items) number = load_line(p, item + 2 * step);
+      if (part + 2 < end) number = load_line(p, part + 2);
     }
     std::conditional_t<C::kPlain, PlainRows<C>, TensorRows<C>> rows(shared);
-    part.attend(p, rows, shared);
+    own.attend(p, copier, rows, shared);
     rows.leave(shared, threadIdx.x / kWarp);
-    if (C::kApart && more) part = Part<C>(p, item + step, upcoming, q, shared);
+    if (C::kApart && more) own = Part<C>(p, Line(load_line(p, part + 1)), g, row, copier, upcoming, q, shared);
     __syncthreads();
-    finish<C>(p, item, shared);
+    finish<C>(p, part, g, row, shared);
     if (!more) return;
     if (!C::kApart) {
       __syncthreads();
-      part = Part<C>(p, item + step, upcoming, q, shared);
+      own = Part<C>(p, Line(load_line(p, part + 1)), g, row, copier, upcoming, q, shared);
     }
-    part.share(p, q, shared);
+    own.share(p, g, q, shared);
   }
 }
 
-// Blocks that a multiprocessor runs at once.
 template <class C>
-int resident_blocks() {
-  constexpr int kMost = 64;
-  static std::atomic<int> known[kMost];
-  int index;
-  check(cudaGetDevice(&index), "cudaGetDevice");
-  if (index >= kMost) throw std::runtime_error("paged_attention: expected a device below 64");
-  if (!known[index]) {  // threads that come at once write the same
-    int blocks;
-    const auto kernel = paged_attention_kernel<C>;
-    const int shared = sizeof(Shared<C>);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "paged_attention");
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared), "paged_attention");
-    known[index] = std::max(blocks, 1);
-  }
-  return known[index];
-}
-
-template <class C>
-void run(Attention& p, Address stream) {
+void run(Attention& p, int ranges, Address stream) {
   p.row_tiles = ceil_div(p.rows, C::kRows);
-  p.per_part = Divisor(p.groups * p.row_tiles), p.per_head = Divisor(p.row_tiles);
-  const int64_t most = int64_t(p.lines) * p.groups * p.row_tiles;
-  const int64_t blocks = std::min<int64_t>(most, int64_t(resident_blocks<C>()) * device().multiprocessors);
-  launch(paged_attention_kernel<C>, blocks, kThreads, sizeof(Shared<C>), true, stream, p);
+  const int shared = sizeof(Shared<C>);
+  check(cudaFuncSetAttribute(paged_attention_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+        "paged_attention");
+  launch(paged_attention_kernel<C>, dim3(ranges * p.groups, p.row_tiles), kThreads, shared, true, stream, p);
 }
 
 template <class T, bool A = false>
-void run_width(Attention& p, Address stream) {
+void run_width(Attention& p, int ranges, Address stream) {
   constexpr int kMost = std::is_same_v<T, float> ? 1 : 2;  // tiles of rows
   const bool many = p.rows > 8;
-  if (p.width > 128) run<Setting<T, 256, 1, A>>(p, stream);
-  else if (p.width > 64) many ? run<Setting<T, 128, kMost, A>>(p, stream) : run<Setting<T, 128, 1, A>>(p, stream);
-  else many ? run<Setting<T, 64, kMost, A>>(p, stream) : run<Setting<T, 64, 1, A>>(p, stream);
+  if (p.width > 128) run<Setting<T, 256, 1, A>>(p, ranges, stream);
+  else if (p.width > 64) many ? run<Setting<T, 128, kMost, A>>(p, ranges, stream) : run<Setting<T, 128, 1, A>>(p, ranges, stream);
+  else many ? run<Setting<T, 64, kMost, A>>(p, ranges, stream) : run<Setting<T, 64, 1, A>>(p, ranges, stream);
 }
 
 }  // namespace
 
 void attention_schedule(Address k_lens, Address rows, Address cu_seqlens, Address schedule, int lanes, int queries,
-                        int lines, int groups, int block_q, int unit, int target, int least, Address stream) {
+                        int lines, int groups, int block_q, int unit, int ranges, int least, Address stream) {
+  if (ranges > kMostRanges) throw std::invalid_argument("attention_schedule: expected at most 512 ranges");
   const Plan p{pointer<int>(k_lens), pointer<int64_t>(rows), pointer<int>(cu_seqlens), pointer<int>(schedule), lanes,
-               queries, lines, groups, block_q, unit, target, least};
+               queries, lines, groups, block_q, unit, ranges, least};
   launch(attention_schedule_kernel, 1, kScheduleThreads, 0, true, stream, p);
 }
 
 void paged_attention(Address q, Address k, Address v, Address page_table, Address schedule, Address positions,
                      Address k_scale, Address v_scale, Address out, Address sums, Address statistics, double scale,
-                     int lines, int table_rows, int max_pages, int page_size, int heads, int groups, int width,
-                     int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k, std::array<int64_t, 4> of_v,
+                     int lines, int ranges, int64_t pages, int table_rows, int max_pages, int page_size, int heads,
+                     int groups, int width, int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k, std::array<int64_t, 4> of_v,
                      int positions_dtype, int dtype, int cache_dtype, Address stream) {
   const int item = cache_dtype == kE4M3 ? 1 : cache_dtype == kF32 ? 4 : 2, group = heads / groups;
   const auto even = [&](int64_t elements) { return elements * item % 16 == 0; };
   const auto units = [&](int64_t elements) { return unsigned(elements * item / 16); };
   bool wide = of_k[3] == 1 && of_v[3] == 1 && even(width) && (k | v) % 16 == 0;
   for (int i = 0; i < 3; ++i) wide = wide && even(of_k[i]) && even(of_v[i]);
+  wide = wide && pages * std::max(of_k[0], of_v[0]) * item <= int64_t(16) << 32;  // what 32 bits can count
   Attention p{pointer<void>(q),
               {pointer<char>(k), pointer<float>(k_scale), of_k[0] * item, of_k[1] * item, of_k[2] * item, of_k[3],
                units(of_k[0]), units(of_k[1])},
@@ -1086,11 +1111,10 @@ void paged_attention(Address q, Address k, Address v, Address page_table, Addres
               pointer<float>(sums), pointer<float2>(statistics), of_q[0], of_q[1], of_q[2],
               float(scale * 1.4426950408889634), lines, table_rows, max_pages,
               int(std::min<int64_t>(int64_t(max_pages) * page_size, 0x7fffffff)), groups, width, ceil_div(width, 4) * 4,
-              block_q, block_q * group, 1, positions_dtype, dtype, cache_dtype, Divisor(page_size), Divisor(group),
-              Divisor(1), Divisor(1)};
-  if (!wide || (cache_dtype != dtype && (cache_dtype != kE4M3 || dtype == kF32))) run_width<float, true>(p, stream);
-  else if (cache_dtype == kE4M3) run_width<uint8_t>(p, stream);
-  else with_float(dtype, [&](auto t) { run_width<decltype(t)>(p, stream); });
+              block_q, block_q * group, 1, positions_dtype, dtype, cache_dtype, Divisor(page_size), Divisor(group)};
+  if (!wide || (cache_dtype != dtype && (cache_dtype != kE4M3 || dtype == kF32))) run_width<float, true>(p, ranges, stream);
+  else if (cache_dtype == kE4M3) run_width<uint8_t>(p, ranges, stream);
+  else with_float(dtype, [&](auto t) { run_width<decltype(t)>(p, ranges, stream); });
 }
 
 }  // namespace mor

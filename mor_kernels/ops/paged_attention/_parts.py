@@ -1,13 +1,17 @@
 """A schedule's size and tiles, which the kernels and the fake implementations agree on; any kernel reads any schedule.
 
 A schedule is int32: a line for each part there could be (row of the page table; first query of the tile; queries of the
-lane from that one on, 0 past the last part; keys of the lane; first key of the part, and the one past its last; first
-part of the tile; parts of the tile), a counter for each part and key/value head, and the number of parts.
+lane from that one on, 0 where there is no part; keys of the lane; first key of the part, and the one past its last;
+line of the tile's first part; parts of the tile), a counter for each line and key/value head, and ranges of lines (the
+numbers of its first, which one that is, and how many there are).
 """
 
 from __future__ import annotations
 
+import torch
+
 FIELDS = 8  # numbers that describe a part
+RANGES = 512  # at the most
 PROGRAMS = 4224  # wanted in all: 32 for each of an H100's multiprocessors, so that the last ones end together
 ROWS = 64  # of a tile: queries times the heads of a group
 
@@ -28,7 +32,17 @@ def most_parts(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) 
 
 
 def schedule_size(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) -> int:
-    return most_parts(lanes, heads, groups, queries, cu_seqlens_q) * (FIELDS + groups) + 1
+    return most_parts(lanes, heads, groups, queries, cu_seqlens_q) * (FIELDS + groups) + RANGES * (FIELDS + 2)
+
+
+def ranges_of_lines(groups: int, device: torch.device) -> int:
+    """As many, times ``groups``, as blocks of the CUDA kernel run at once: three on a multiprocessor of an H100, two on
+    one of an A100, which has less shared memory."""
+    if device.type == "cpu":
+        return 1
+    properties = torch.cuda.get_device_properties(device)
+    blocks = properties.multi_processor_count * (3 if properties.major >= 9 else 2)
+    return min(max(blocks // groups, 1), RANGES)
 
 
 def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q) -> int:

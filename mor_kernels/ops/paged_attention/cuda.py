@@ -7,24 +7,20 @@ import torch
 from ... import _C
 from .._cuda import index_code, launch
 from .._layout import contiguous
-from ._parts import most_parts, queries_of_a_tile, schedule_size, wanted
+from ._parts import most_parts, queries_of_a_tile, ranges_of_lines, schedule_size
 
 LEAST_KEYS = 256  # a part isn't worth its merging for fewer
-UNIT = 64  # keys: parts are multiples of so many
-# Parts times heads to aim at: two for each of an H100's multiprocessors keep memory busy, and 16 parts a lane let the
-# last ones end together. More of them would take longer to merge.
-LEAST_PROGRAMS, PARTS_OF_A_LANE = 264, 16
+UNIT = 64  # keys: parts begin at multiples of so many
 
 
 def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
     lanes = k_lens.shape[0]
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
-    target = min(max(LEAST_PROGRAMS // groups, PARTS_OF_A_LANE * lanes), wanted(groups))
     out = k_lens.new_empty(schedule_size(lanes, heads, groups, queries, cu_seqlens_q))
     launch(
         _C.attention_schedule, *contiguous(k_lens, rows, cu_seqlens_q), out, lanes, queries, parts, groups, block_q,
-        UNIT, target, LEAST_KEYS // UNIT,
+        UNIT, ranges_of_lines(groups, k_lens.device), LEAST_KEYS // UNIT,
     )  # fmt: skip
     return out
 
@@ -49,8 +45,8 @@ def paged_attention(
     partial = torch.empty(lines * (pitch + 2), dtype=torch.float32, device=q.device)
     launch(
         _C.paged_attention, q, k_cache, v_cache, page_table.contiguous(), schedule, q_positions,
-        *contiguous(k_scale, v_scale), out, partial, partial[lines * pitch :], scale, parts, *page_table.shape,
-        page_size, heads, groups, width, block_q, q.stride(), k_cache.stride(), v_cache.stride(), code, q.dtype,
-        k_cache.dtype,
+        *contiguous(k_scale, v_scale), out, partial, partial[lines * pitch :], scale, parts,
+        ranges_of_lines(groups, q.device), k_cache.shape[0], *page_table.shape, page_size, heads, groups, width,
+        block_q, q.stride(), k_cache.stride(), v_cache.stride(), code, q.dtype, k_cache.dtype,
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._triton import from_e4m3, has_float8
-from ._parts import FIELDS, most_parts, queries_of_a_tile, schedule_size, wanted
+from ._parts import FIELDS, most_parts, queries_of_a_tile, ranges_of_lines, schedule_size, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -51,9 +51,9 @@ def _work(k_lens, rows, cu_seqlens, lane, lanes, queries, BLOCK_Q: tl.constexpr,
     return row.to(tl.int32), start, end, tl.cdiv(end - start, BLOCK_Q), keys, tl.maximum(tl.cdiv(keys, UNIT), 1)
 
 
-@triton.jit(do_not_specialize=["lanes", "queries", "parts", "counters", "target", "least"])
+@triton.jit(do_not_specialize=["lanes", "queries", "parts", "counters", "ranges", "target", "least"])
 def _schedule(
-    k_lens, rows, cu_seqlens, schedule, lanes, queries, parts, counters, target, least,
+    k_lens, rows, cu_seqlens, schedule, lanes, queries, parts, counters, ranges, target, least,
     BLOCK_Q: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Lines of FIELDS numbers, one a part, and the rest; see ``_parts.py``."""
@@ -99,7 +99,19 @@ def _schedule(
     for first in range(0, counters, LANES):
         counter = first + tl.arange(0, LANES)
         tl.store(schedule + parts * FIELDS + counter, 0, mask=counter < counters)
-    tl.store(schedule + parts * FIELDS + counters, done)
+    tl.debug_barrier()  # all lines are there before they are copied
+    field = tl.arange(0, FIELDS)
+    for first in range(0, ranges, LANES):
+        r = first + tl.arange(0, LANES)
+        begin, end = (
+            (r.to(tl.int64) * done // ranges).to(tl.int32),
+            ((r.to(tl.int64) + 1) * done // ranges).to(tl.int32),
+        )
+        entry = schedule + parts * FIELDS + counters + r * (FIELDS + 2)
+        line = tl.load(schedule + begin[:, None] * FIELDS + field, mask=(begin < end)[:, None], other=0)
+        tl.store(entry[:, None] + field, line, mask=(r < ranges)[:, None])
+        tl.store(entry + FIELDS, begin, mask=r < ranges)
+        tl.store(entry + FIELDS + 1, end - begin, mask=r < ranges)
 
 
 @triton.jit
@@ -275,7 +287,8 @@ def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
     _schedule[(1,)](
         k_lens.contiguous(), None if rows is None else rows.contiguous(),
         None if cu_seqlens_q is None else cu_seqlens_q.contiguous(), out, lanes, queries, parts, parts * groups,
-        wanted(groups), LEAST_KEYS // UNIT, BLOCK_Q=block_q, UNIT=UNIT, FIELDS=FIELDS, LANES=256, PARTS=8, num_warps=8,
+        ranges_of_lines(groups, k_lens.device), wanted(groups), LEAST_KEYS // UNIT,
+        BLOCK_Q=block_q, UNIT=UNIT, FIELDS=FIELDS, LANES=256, PARTS=8, num_warps=8,
     )  # fmt: skip
     return out
 
