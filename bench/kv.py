@@ -300,7 +300,7 @@ class Cases:
 
         def own(backend, s):
             options = {"backend": backend}
-            schedule = ops.attention_schedule(s.lens, HEADS, GROUPS, batch, **options)
+            schedule = ops.attention_schedule(s.lens, HEADS, GROUPS, batch, k_cache=s.k_cache, **options)
             options |= {"schedule": schedule, **s.scales}
             return lambda: ops.paged_attention(s.q, s.k_cache, s.v_cache, s.table, s.lens, **options)
 

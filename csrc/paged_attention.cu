@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kFields = 8;           // numbers of a line
 constexpr int kEntry = kFields + 2;  // numbers of a range: its first line's, which line that is, and how many there are
-constexpr int kMostRanges = 512;
+constexpr int kMostRanges = 768;
 constexpr int kScheduleThreads = 1024;
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kAhead = 4;  // parts, or keys, of which a thread reads numbers at once
@@ -240,13 +240,13 @@ struct Attention {
   float2* statistics;  // m and l of each
   int64_t q_token, q_head, q_d;
   float factor;  // scale * log2 e
-  int lines, table_rows, max_pages, room, groups, width, pitch, block_q, rows, row_tiles;  // room: keys of a table row
+  int lines, ranges, table_rows, max_pages, room, groups, width, pitch, block_q, rows, row_tiles;  // room: keys of a table row
   int positions_dtype, dtype, cache_dtype;
   Divisor page_size, group;
 
   __device__ int heads() const { return groups * group.divisor; }
   __device__ int* counters() const { return schedule + int64_t(lines) * kFields; }
-  __device__ const int* ranges() const { return counters() + int64_t(lines) * groups; }
+  __device__ const int* entries() const { return counters() + int64_t(lines) * groups; }
 };
 
 // What is compiled: the type that caches hold (uint8_t: e4m3), a width that heads are filled up to with zeros, tiles of
@@ -262,16 +262,16 @@ struct Setting {
   static constexpr int kKeys = kFp8 ? 32 : 16;  // of a tile
   static constexpr int kRowBytes = D * sizeof(T), kChunks = kRowBytes / 16;
   static constexpr int kTileBytes = kKeys * kRowBytes;
-  static constexpr int kStages = kTileBytes > 4096 ? 1 : kTileBytes == 2048 && !kFp8 && N == 1 ? 4 : 2;
+  static constexpr int kStages = kTileBytes > 4096 ? 1 : 2;
   static constexpr int kTilesPlaced = kWarp / kKeys;  // whose keys are a lane's each
   static constexpr int kTurn = kStages > kTilesPlaced ? kStages : kTilesPlaced;  // tiles after which all is as it was
   static constexpr int kPlaces = ceil_div(kStages, kTilesPlaced);  // that fill the ring
-  static constexpr int kTilesAhead = kStages % kTilesPlaced ? kPlaces : kPlaces + 1;  // places that are looked up first
   static constexpr int kQueryBytes = D * sizeof(Number) + 16;  // of a row; the 16 keep rows off each other's banks
   static constexpr int kPitch = D + 4;
   // whether shared memory has room for acc beside the keys of the next item
   static constexpr bool kApart = D == 64 && !kPlain;
-  static constexpr int kBlocks = (kFp8 && D * N > 128) || (kPlain && D > 128) ? 2 : 3;  // of a multiprocessor
+  // of a multiprocessor, as blocks() in ops/paged_attention/_parts.py has it for tiles of 8 rows
+  static constexpr int kBlocks = D == 64 && N == 1 && !kPlain ? (kFp8 ? 4 : 5) : D * N * (kFp8 || kPlain) > 128 ? 2 : 3;
   static_assert(kApart || kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
   static_assert(kTileBytes % 128 == 0);
 };
@@ -324,13 +324,12 @@ template <class C>
 struct TensorRows {
   using T = typename C::Number;
   static constexpr int kTiles = C::kRows / 8, kSteps = C::kWidth / 16, kPairs = C::kKeys / 16;
-  static constexpr bool kHeld = C::kWidth * kTiles <= 128;  // registers have room for q
+  static constexpr bool kHeld = C::kWidth * kTiles <= (C::kFp8 ? 0 : 128);  // registers have room for q
   const char* q;
   unsigned keys, values;  // of the lane in the first tile of the warp's ring
   unsigned held[kHeld ? kSteps : 1][2 * kTiles];
   float acc[kSteps][kTiles][4];
   float largest[kTiles], total[kTiles], factor[kTiles];
-  int visible[kTiles];
   unsigned p[kTiles][kPairs][2];
 
   __device__ __forceinline__ explicit TensorRows(Shared<C>& shared) : q(shared.q) {
@@ -347,7 +346,7 @@ struct TensorRows {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       largest[n] = kLeast, total[n] = 0.0f;
-      factor[n] = shared.factor[row + 8 * n], visible[n] = shared.visible[row + 8 * n];
+      factor[n] = shared.factor[row + 8 * n];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) acc[i][n][0] = acc[i][n][1] = acc[i][n][2] = acc[i][n][3] = 0.0f;
     }
@@ -417,7 +416,7 @@ struct TensorRows {
   }
 
   // Of a tile of the ring, whose first key is number `first`; `whole` tells that all rows see all of them.
-  __device__ __forceinline__ void see_keys(int tile, int first, bool whole, Shared<C>&) {
+  __device__ __forceinline__ void see_keys(int tile, int first, bool whole, const Shared<C>& shared) {
     float s[2 * kPairs][4];
     score(s, tile);
     const int lane = threadIdx.x % kWarp;
@@ -428,14 +427,15 @@ struct TensorRows {
 #pragma unroll
       for (int j = 0; j < 2 * kPairs; ++j) s[j][2 * n] *= factor[n], s[j][2 * n + 1] *= factor[n];
     if (!whole) {
-      const int key = first + lane % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
+      for (int n = 0; n < kTiles; ++n) {
+        const int visible = shared.visible[lane / 4 + 8 * n] - first - lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2 * kPairs; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            if (key + 8 * j + e > visible[n]) s[j][2 * n + e] = -INFINITY;
+            if (8 * j + e > visible) s[j][2 * n + e] = -INFINITY;
+      }
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -606,17 +606,10 @@ struct PlainRows {
   }
 };
 
-// Where a key stands; slot -1 if it isn't of the part.
-struct Place {
-  int page, slot;
-
-  __device__ __forceinline__ Place() : page(0), slot(-1) {}
-  __device__ __forceinline__ Place(const Attention& p, const int* table, int key, int last) : Place() {
-    if (key >= last) return;
-    const int nth = p.page_size(key);
-    page = table[nth], slot = key - nth * p.page_size.divisor;
-  }
-};
+// The page of a key; 0 if the part ends before it.
+__device__ __forceinline__ int page_of(const Attention& p, const int* table, int key, int last) {
+  return key < last ? table[p.page_size(key)] : 0;
+}
 
 __device__ __forceinline__ float number_at(const char* x, int dtype, int64_t i) {
   if (dtype != kE4M3) return load_any(x, dtype, i);
@@ -641,18 +634,21 @@ struct Copier {
     }
   }
 
-  // A tile whose first key is that of lane `start`; zeros where there is no key (what is there may be NaN) and past the
-  // width. `whole` tells that there are none of these.
-  __device__ __forceinline__ void copy(const Attention& p, bool of_v, Place place, int start, bool whole, int tile,
-                                       Shared<C>& shared) const {
+  // A tile whose first key is that of lane `start`, given each lane's key and its page; zeros where the part has ended
+  // (what is there may be NaN) and past the width. `whole` tells that there are none of these.
+  __device__ __forceinline__ void copy(const Attention& p, bool of_v, int page, int key_of_lane, int last, int start,
+                                       bool whole, int tile, Shared<C>& shared) const {
     const Cache& cache = of_v ? p.v : p.k;
     const int lane = threadIdx.x % kWarp;
     const char* base = of_v ? v : k;
+    const unsigned slot = key_of_lane - p.page_size(key_of_lane) * p.page_size.divisor;
     if constexpr (C::kAny) {
-      copy_any(p, cache, base, place, start, shared.ring[threadIdx.x / kWarp][tile][of_v]);
+      uint64_t own = 0;  // address
+      if (key_of_lane < last) own = uint64_t(base + unsigned(page) * cache.page + slot * cache.slot);
+      copy_any(p, cache, own, start, shared.ring[threadIdx.x / kWarp][tile][of_v]);
       return;
     }
-    unsigned own = place.page * cache.page_units + place.slot * cache.slot_units;
+    unsigned own = page * cache.page_units + slot * cache.slot_units;
     const int first = start + lane / C::kChunks;
     const unsigned target = to + (2 * tile + of_v) * C::kTileBytes;
     if (whole) {
@@ -664,7 +660,7 @@ struct Copier {
                    base + (uint64_t(unit) * 16 + further * 16));
       }
     } else {
-      if (place.slot < 0) own = kNowhere;
+      if (key_of_lane >= last) own = kNowhere;
       const int chunks = p.width * int(sizeof(typename C::Stored)) / 16 - lane % C::kChunks;
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
@@ -678,10 +674,8 @@ struct Copier {
   }
 
  private:
-  __device__ __forceinline__ static void copy_any(const Attention& p, const Cache& cache, const char* base, Place place,
-                                                  int start, char* to) {
-    uint64_t own = 0;  // address of the lane's key
-    if (place.slot >= 0) own = uint64_t(base + unsigned(place.page) * cache.page + unsigned(place.slot) * cache.slot);
+  __device__ __forceinline__ static void copy_any(const Attention& p, const Cache& cache, uint64_t own, int start,
+                                                  char* to) {
 #pragma unroll 1
     for (int first = 0; first < C::kKeys; first += kAhead) {
       const char* from[kAhead];
@@ -826,7 +820,7 @@ __device__ __forceinline__ int load_line(const Attention& p, int line) {
 }
 
 __device__ __forceinline__ int load_range(const Attention& p, int range) {
-  return p.ranges()[range * kEntry + min(threadIdx.x % kWarp, kEntry - 1)];
+  return p.entries()[range * kEntry + min(threadIdx.x % kWarp, kEntry - 1)];
 }
 
 // The end of a part's keys, as far as the page table goes.
@@ -886,13 +880,13 @@ __device__ __forceinline__ void merge_parts(const Attention& p, const Line& line
 // What is looked up for a part while the one before it is under way.
 template <class C>
 struct Upcoming {
-  Place places[C::kTilesAhead];
+  int pages[C::kPlaces];
 
   __device__ __forceinline__ Upcoming(const Attention& p, int number) {  // of its line, a number a lane
     const Line line(number);
     const int* table = p.page_table + int64_t(line.row) * p.max_pages;
 #pragma unroll
-    for (int i = 0; i < C::kTilesAhead; ++i) places[i] = Place(p, table, key(line.first, i), last_of(p, line));
+    for (int i = 0; i < C::kPlaces; ++i) pages[i] = page_of(p, table, key(line.first, i), last_of(p, line));
   }
 
   // That a lane places, the i-th.
@@ -909,14 +903,12 @@ struct Part {
   int tiles, whole;  // of the warp: of all, those at the beginning that have no zeros, and of which all rows see all
   int position;            // of the last key that row `lane` sees
   const int* table;
-  int key;          // that the lane places next
-  Place following;  // of the next tiles that will be copied
+  int key, page;  // of the lane, of the next tiles that will be copied
 
   // From here on the ring is filled.
   __device__ __forceinline__ Part(const Attention& p, const Line& line, int g, int row, const Copier<C>& copier,
                                   Upcoming<C>& upcoming, Queries<C>& q, Shared<C>& shared) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, here = rows_here<C>(p, line, row);
-    q.load(p, line, g, row, here);
     position = -1;
     if (lane < here) {
       const int query = p.group(row + lane);
@@ -928,6 +920,7 @@ struct Part {
         position = int(max(min(named, int64_t(line.keys - 1)), int64_t(-1)));
       }
     }
+    table = p.page_table + int64_t(line.row) * p.max_pages;
     first = line.first, last = min(last_of(p, line), __reduce_max_sync(kAll, position) + 1);
     position = min(position, last - 1);
     // tiles of the warp that end at most at a key
@@ -938,19 +931,18 @@ struct Part {
     tiles = last > first ? up_to(last + C::kKeys - 1) : 0;
     const int seen = __reduce_min_sync(kAll, lane < here ? position : last) + 1;
     whole = p.width == C::kWidth ? up_to(min(seen, last)) : 0;
-    table = p.page_table + int64_t(line.row) * p.max_pages;
-    key = Upcoming<C>::key(first, C::kTilesAhead);
-#pragma unroll
-    for (int i = 0; i < C::kTilesAhead; ++i)
-      if (Upcoming<C>::key(first, i) >= last) upcoming.places[i].slot = -1;
-    following = upcoming.places[C::kTilesAhead - 1];
 #pragma unroll 1
     for (int i = 0; i < 2 * C::kStages; ++i) {  // not unrolled: instructions are fetched from memory, too
-      const int tile = i / 2;
-      const Place place = tile < C::kTilesPlaced ? upcoming.places[0] : upcoming.places[C::kPlaces - 1];
-      if (tile < tiles) copier.copy(p, i % 2, place, tile % C::kTilesPlaced * C::kKeys, tile < whole, tile, shared);
+      const int tile = i / 2, nth = tile / C::kTilesPlaced, start = tile % C::kTilesPlaced * C::kKeys;
+      key = Upcoming<C>::key(first, nth), page = nth ? upcoming.pages[C::kPlaces - 1] : upcoming.pages[0];
+      if (tile < tiles) copier.copy(p, i % 2, page, key, last, start, tile < whole, tile, shared);
       end_group();
     }
+    if (C::kStages % C::kTilesPlaced == 0) {
+      key = Upcoming<C>::key(first, C::kPlaces);
+      page = page_of(p, table, key, last);
+    }
+    q.load(p, line, g, row, here);
   }
 
   // Once the one before no longer needs what is shared.
@@ -973,17 +965,17 @@ struct Part {
         __syncwarp();
         rows.see_keys(slot, first + (warp + tile * kWarps) * C::kKeys, tile < whole, shared);
         __syncwarp();
-        if (next < tiles) copier.copy(p, false, following, start, next < whole, slot, shared);
+        if (next < tiles) copier.copy(p, false, page, key, last, start, next < whole, slot, shared);
         end_group();
         await_groups<2 * kStages - 1>();
         __syncwarp();
         rows.add_values(slot, shared);
         __syncwarp();
-        if (next < tiles) copier.copy(p, true, following, start, next < whole, slot, shared);
+        if (next < tiles) copier.copy(p, true, page, key, last, start, next < whole, slot, shared);
         end_group();
         if ((i + kStages + 1) % C::kTilesPlaced == 0) {
-          following = Place(p, table, key, last);
           key += C::kTilesPlaced * kWarps * C::kKeys;
+          page = page_of(p, table, key, last);
         }
       }
     }
@@ -1064,28 +1056,28 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(c
 }
 
 template <class C>
-void run(Attention& p, int ranges, Address stream) {
+void run(Attention& p, Address stream) {
   p.row_tiles = ceil_div(p.rows, C::kRows);
   const int shared = sizeof(Shared<C>);
   check(cudaFuncSetAttribute(paged_attention_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
         "paged_attention");
-  launch(paged_attention_kernel<C>, dim3(ranges * p.groups, p.row_tiles), kThreads, shared, true, stream, p);
+  launch(paged_attention_kernel<C>, dim3(p.ranges * p.groups, p.row_tiles), kThreads, shared, true, stream, p);
 }
 
 template <class T, bool A = false>
-void run_width(Attention& p, int ranges, Address stream) {
+void run_width(Attention& p, Address stream) {
   constexpr int kMost = std::is_same_v<T, float> ? 1 : 2;  // tiles of rows
   const bool many = p.rows > 8;
-  if (p.width > 128) run<Setting<T, 256, 1, A>>(p, ranges, stream);
-  else if (p.width > 64) many ? run<Setting<T, 128, kMost, A>>(p, ranges, stream) : run<Setting<T, 128, 1, A>>(p, ranges, stream);
-  else many ? run<Setting<T, 64, kMost, A>>(p, ranges, stream) : run<Setting<T, 64, 1, A>>(p, ranges, stream);
+  if (p.width > 128) run<Setting<T, 256, 1, A>>(p, stream);
+  else if (p.width > 64) many ? run<Setting<T, 128, kMost, A>>(p, stream) : run<Setting<T, 128, 1, A>>(p, stream);
+  else many ? run<Setting<T, 64, kMost, A>>(p, stream) : run<Setting<T, 64, 1, A>>(p, stream);
 }
 
 }  // namespace
 
 void attention_schedule(Address k_lens, Address rows, Address cu_seqlens, Address schedule, int lanes, int queries,
                         int lines, int groups, int block_q, int unit, int ranges, int least, Address stream) {
-  if (ranges > kMostRanges) throw std::invalid_argument("attention_schedule: expected at most 512 ranges");
+  if (ranges > kMostRanges) throw std::invalid_argument("attention_schedule: expected at most 768 ranges");
   const Plan p{pointer<int>(k_lens), pointer<int64_t>(rows), pointer<int>(cu_seqlens), pointer<int>(schedule), lanes,
                queries, lines, groups, block_q, unit, ranges, least};
   launch(attention_schedule_kernel, 1, kScheduleThreads, 0, true, stream, p);
@@ -1109,12 +1101,12 @@ void paged_attention(Address q, Address k, Address v, Address page_table, Addres
                units(of_v[0]), units(of_v[1])},
               pointer<int>(page_table), pointer<int>(schedule), pointer<void>(positions), pointer<void>(out),
               pointer<float>(sums), pointer<float2>(statistics), of_q[0], of_q[1], of_q[2],
-              float(scale * 1.4426950408889634), lines, table_rows, max_pages,
+              float(scale * 1.4426950408889634), lines, ranges, table_rows, max_pages,
               int(std::min<int64_t>(int64_t(max_pages) * page_size, 0x7fffffff)), groups, width, ceil_div(width, 4) * 4,
               block_q, block_q * group, 1, positions_dtype, dtype, cache_dtype, Divisor(page_size), Divisor(group)};
-  if (!wide || (cache_dtype != dtype && (cache_dtype != kE4M3 || dtype == kF32))) run_width<float, true>(p, ranges, stream);
-  else if (cache_dtype == kE4M3) run_width<uint8_t>(p, ranges, stream);
-  else with_float(dtype, [&](auto t) { run_width<decltype(t)>(p, ranges, stream); });
+  if (!wide || (cache_dtype != dtype && (cache_dtype != kE4M3 || dtype == kF32))) run_width<float, true>(p, stream);
+  else if (cache_dtype == kE4M3) run_width<uint8_t>(p, stream);
+  else with_float(dtype, [&](auto t) { run_width<decltype(t)>(p, stream); });
 }
 
 }  // namespace mor

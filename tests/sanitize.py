@@ -103,7 +103,7 @@ def attend(k_cache, v_cache, table, lens: list[int], heads: int, dtype: torch.dt
 
     def call(queries, k_lens, **options):
         own = {name: options[name] for name in ("rows", "cu_seqlens_q") if name in options}
-        schedule = ops.attention_schedule(k_lens, heads, groups, queries, backend=BACKEND, **own)
+        schedule = ops.attention_schedule(k_lens, heads, groups, queries, k_cache=k_cache, backend=BACKEND, **own)
         q = normal(queries, heads, width, dtype=dtype)
         for x in (q, strided(q)):
             options |= {"schedule": schedule, "backend": BACKEND, **scales}

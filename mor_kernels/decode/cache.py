@@ -142,8 +142,10 @@ class Plan:
             q = self.pool.append(slot, q, *kv(), self.taken.slots, positions, theta)
         lanes = {"rows": self.rows, "cu_seqlens_q": self.cu_seqlens}
         if self.schedule is None:
-            heads, groups = q.shape[1], self.pool.k.shape[3]
-            self.schedule = ops.attention_schedule(self.k_lens, heads, groups, len(q), **lanes)
+            heads, k_cache = q.shape[1], self.pool.k[0]
+            self.schedule = ops.attention_schedule(
+                self.k_lens, heads, k_cache.shape[2], len(q), k_cache=k_cache, **lanes
+            )
         return self.pool.attend(
             slot,
             q,

@@ -13,11 +13,12 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from ..kv import check_caches
 from . import eager
-from ._parts import schedule_size
+from ._parts import ENTRY, most_parts, most_ranges, schedule_size
 
 
-def _empty_schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
-    return k_lens.new_empty(schedule_size(k_lens.shape[0], heads, groups, queries, cu_seqlens_q))
+def _empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
+    parts = most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q)
+    return k_lens.new_empty(schedule_size(parts, groups, most_ranges(groups, width, item_size, k_lens.device)))
 
 
 def _too_wide(q, *_):
@@ -25,8 +26,8 @@ def _too_wide(q, *_):
 
 
 _schedule = define(
-    "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, Tensor? rows, Tensor? cu_seqlens_q, "
-    "str backend) -> Tensor",
+    "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, int width, int item_size, "
+    "Tensor? rows, Tensor? cu_seqlens_q, str backend) -> Tensor",
     fake=_empty_schedule,
     eager=lambda *arguments: _empty_schedule(*arguments).zero_(),
     triton=deferred(f"{__name__}.triton", "schedule"),
@@ -51,6 +52,7 @@ def attention_schedule(
     *,
     rows: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
+    k_cache: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """How :func:`paged_attention` splits its lanes, worked out once for all layers that share the lengths; on the
@@ -60,6 +62,7 @@ def attention_schedule(
         k_lens, rows, cu_seqlens_q, backend: as in :func:`paged_attention`. What "eager" returns is for "eager" alone.
         heads, groups: query heads H and key/value heads G.
         queries: n, with those of padding.
+        k_cache: whose width and dtype the split suits best; it is not read. Default: width 64, 16 bits.
 
     Returns:
         int32, for calls with these arguments on one stream, which use it to count.
@@ -72,7 +75,8 @@ def attention_schedule(
         _checks.fail(op, "groups", f"a number that divides the {heads} query heads", groups)
     _checks.whole(op, "queries", queries)
     _check_lanes(op, k_lens, queries, rows, cu_seqlens_q)
-    return _schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q, resolve(op, backend, k_lens))
+    suited = (64, 2) if k_cache is None else (k_cache.shape[-1], k_cache.dtype.itemsize)
+    return _schedule(k_lens, heads, groups, queries, *suited, rows, cu_seqlens_q, resolve(op, backend, k_lens))
 
 
 def _check_lanes(op, k_lens, queries, rows, cu_seqlens_q):
@@ -152,10 +156,14 @@ def paged_attention(
     scale = width**-0.5 if softmax_scale is None else float(softmax_scale)
     named = resolve(op, backend, q, k_cache)
     if schedule is None:
-        schedule = _schedule(k_lens, heads, groups, q.shape[0], rows, cu_seqlens_q, named)
+        suited = width, k_cache.dtype.itemsize
+        schedule = _schedule(k_lens, heads, groups, q.shape[0], *suited, rows, cu_seqlens_q, named)
     else:
-        size = schedule_size(lanes, heads, groups, q.shape[0], cu_seqlens_q)
-        _checks.tensor(op, "schedule", schedule, (size,), (torch.int32,), q)
+        _checks.tensor(op, "schedule", schedule, ("numbers",), (torch.int32,), q)
+        least = schedule_size(most_parts(lanes, heads, groups, q.shape[0], cu_seqlens_q), groups, 1)
+        if schedule.shape[0] < least or (schedule.shape[0] - least) % ENTRY:
+            wanted = f"{least} numbers, or more by a multiple of {ENTRY}, as attention_schedule returns for these lanes"
+            _checks.fail(op, "schedule", wanted, schedule.shape[0])
     lengths = k_lens, schedule, rows, cu_seqlens_q
     return _op(q, k_cache, v_cache, page_table, *lengths, q_positions, k_scale, v_scale, scale, named)
 

@@ -8,10 +8,13 @@ numbers of its first, which one that is, and how many there are).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 FIELDS = 8  # numbers that describe a part
-RANGES = 512  # at the most
+ENTRY = FIELDS + 2  # numbers that describe a range
+RANGES = 768  # at the most
 PROGRAMS = 4224  # wanted in all: 32 for each of an H100's multiprocessors, so that the last ones end together
 ROWS = 64  # of a tile: queries times the heads of a group
 
@@ -31,18 +34,36 @@ def most_parts(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) 
     return tiles + wanted(groups)
 
 
-def schedule_size(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) -> int:
-    return most_parts(lanes, heads, groups, queries, cu_seqlens_q) * (FIELDS + groups) + RANGES * (FIELDS + 2)
+def schedule_size(parts: int, groups: int, ranges: int) -> int:
+    return parts * (FIELDS + groups) + ranges * ENTRY
 
 
-def ranges_of_lines(groups: int, device: torch.device) -> int:
-    """As many, times ``groups``, as blocks of the CUDA kernel run at once: three on a multiprocessor of an H100, two on
-    one of an A100, which has less shared memory."""
-    if device.type == "cpu":
+def ranges_in(schedule: torch.Tensor, parts: int, groups: int) -> int:
+    """The reverse of :func:`schedule_size`."""
+    return (schedule.shape[0] - schedule_size(parts, groups, 0)) // ENTRY
+
+
+def most_ranges(groups: int, width: int, item_size: int, device: torch.device) -> int:
+    """As many, times ``groups``, as blocks of the CUDA kernel run at once."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 1
+    multiprocessors, major = _properties(device)
+    return min(max(multiprocessors * _blocks(width, item_size, major) // groups, 1), RANGES)
+
+
+@functools.cache
+def _properties(device: torch.device) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(device)
-    blocks = properties.multi_processor_count * (3 if properties.major >= 9 else 2)
-    return min(max(blocks // groups, 1), RANGES)
+    return properties.multi_processor_count, properties.major
+
+
+def _blocks(width: int, item_size: int, major: int) -> int:
+    """Of one multiprocessor: as kBlocks has it for Hopper; what an A100's shared memory has room for."""
+    if major < 9:
+        return 3 if width <= 64 and item_size <= 2 else 2
+    if width <= 64:
+        return {1: 4, 2: 5}.get(item_size, 3)
+    return 3 if width <= 128 or item_size == 2 else 2
 
 
 def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q) -> int:

@@ -7,20 +7,20 @@ import torch
 from ... import _C
 from .._cuda import index_code, launch
 from .._layout import contiguous
-from ._parts import most_parts, queries_of_a_tile, ranges_of_lines, schedule_size
+from ._parts import most_parts, most_ranges, queries_of_a_tile, ranges_in, schedule_size
 
 LEAST_KEYS = 256  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts begin at multiples of so many
 
 
-def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
-    lanes = k_lens.shape[0]
+def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
+    lanes, ranges = k_lens.shape[0], most_ranges(groups, width, item_size, k_lens.device)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
-    out = k_lens.new_empty(schedule_size(lanes, heads, groups, queries, cu_seqlens_q))
+    out = k_lens.new_empty(schedule_size(parts, groups, ranges))
     launch(
         _C.attention_schedule, *contiguous(k_lens, rows, cu_seqlens_q), out, lanes, queries, parts, groups, block_q,
-        UNIT, ranges_of_lines(groups, k_lens.device), LEAST_KEYS // UNIT,
+        UNIT, ranges, LEAST_KEYS // UNIT,
     )  # fmt: skip
     return out
 
@@ -46,7 +46,7 @@ def paged_attention(
     launch(
         _C.paged_attention, q, k_cache, v_cache, page_table.contiguous(), schedule, q_positions,
         *contiguous(k_scale, v_scale), out, partial, partial[lines * pitch :], scale, parts,
-        ranges_of_lines(groups, q.device), k_cache.shape[0], *page_table.shape, page_size, heads, groups, width,
+        ranges_in(schedule, parts, groups), k_cache.shape[0], *page_table.shape, page_size, heads, groups, width,
         block_q, q.stride(), k_cache.stride(), v_cache.stride(), code, q.dtype, k_cache.dtype,
     )  # fmt: skip
     return out

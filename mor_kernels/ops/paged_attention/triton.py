@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._triton import from_e4m3, has_float8
-from ._parts import FIELDS, most_parts, queries_of_a_tile, ranges_of_lines, schedule_size, wanted
+from ._parts import ENTRY, FIELDS, most_parts, most_ranges, queries_of_a_tile, schedule_size, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -54,7 +54,8 @@ def _work(k_lens, rows, cu_seqlens, lane, lanes, queries, BLOCK_Q: tl.constexpr,
 @triton.jit(do_not_specialize=["lanes", "queries", "parts", "counters", "ranges", "target", "least"])
 def _schedule(
     k_lens, rows, cu_seqlens, schedule, lanes, queries, parts, counters, ranges, target, least,
-    BLOCK_Q: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, ENTRY: tl.constexpr, LANES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Lines of FIELDS numbers, one a part, and the rest; see ``_parts.py``."""
     work = tl.zeros((), tl.int64)
@@ -107,7 +108,7 @@ def _schedule(
             (r.to(tl.int64) * done // ranges).to(tl.int32),
             ((r.to(tl.int64) + 1) * done // ranges).to(tl.int32),
         )
-        entry = schedule + parts * FIELDS + counters + r * (FIELDS + 2)
+        entry = schedule + parts * FIELDS + counters + r * ENTRY
         line = tl.load(schedule + begin[:, None] * FIELDS + field, mask=(begin < end)[:, None], other=0)
         tl.store(entry[:, None] + field, line, mask=(r < ranges)[:, None])
         tl.store(entry + FIELDS, begin, mask=r < ranges)
@@ -279,16 +280,16 @@ def _setting(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, 
     return (64, 4, 3) if block_m > 16 else (64, 2, 5)
 
 
-def schedule(k_lens, heads, groups, queries, rows, cu_seqlens_q):
-    lanes = k_lens.shape[0]
+def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
+    lanes, ranges = k_lens.shape[0], most_ranges(groups, width, item_size, k_lens.device)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
-    out = k_lens.new_empty(schedule_size(lanes, heads, groups, queries, cu_seqlens_q))
+    out = k_lens.new_empty(schedule_size(parts, groups, ranges))
     _schedule[(1,)](
         k_lens.contiguous(), None if rows is None else rows.contiguous(),
         None if cu_seqlens_q is None else cu_seqlens_q.contiguous(), out, lanes, queries, parts, parts * groups,
-        ranges_of_lines(groups, k_lens.device), wanted(groups), LEAST_KEYS // UNIT,
-        BLOCK_Q=block_q, UNIT=UNIT, FIELDS=FIELDS, LANES=256, PARTS=8, num_warps=8,
+        ranges, wanted(groups), LEAST_KEYS // UNIT,
+        BLOCK_Q=block_q, UNIT=UNIT, FIELDS=FIELDS, ENTRY=ENTRY, LANES=256, PARTS=8, num_warps=8,
     )  # fmt: skip
     return out
 
