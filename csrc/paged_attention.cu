@@ -11,9 +11,8 @@
 // Where a lane has several parts, each leaves these in memory instead, and the block that comes last, which a counter
 // tells, merges them likewise in a fixed order: the result doesn't depend on who that is.
 //
-// Queries are few, so the tensor cores get them as the side of 8: S (queries x keys) = q k^T with half of its rows
-// unused, then O^T (width x queries) = v^T p^T, for which S, as it lies in registers, is p^T. fp32 goes without tensor
-// cores, and so do caches that can't be read 16 bytes at a time.
+// Queries are few, so the tensor cores get them as the side of 8: S^T (keys x queries) = k q^T, then O^T (width x
+// queries) = v^T p^T. fp32 goes without tensor cores, and so do caches that can't be read 16 bytes at a time.
 //
 // Which lane is split into how many parts, only the device knows. A kernel of one block makes a line for each part;
 // here the parts follow from sharing out all keys among as many blocks as run at once.
@@ -265,7 +264,7 @@ struct Setting {
   static constexpr int kStages = kTileBytes > 4096 ? 1 : 2;
   static constexpr int kTilesPlaced = kWarp / kKeys;  // whose keys are a lane's each
   static constexpr int kTurn = kStages > kTilesPlaced ? kStages : kTilesPlaced;  // tiles after which all is as it was
-  static constexpr int kPlaces = ceil_div(kStages, kTilesPlaced);  // that fill the ring
+  static constexpr int kPlaces = kStages / kTilesPlaced + 1;  // of a lane, for those that fill the ring and one more
   static constexpr int kQueryBytes = D * sizeof(Number) + 16;  // of a row; the 16 keep rows off each other's banks
   static constexpr int kPitch = D + 4;
   // whether shared memory has room for acc beside the keys of the next item
@@ -307,6 +306,12 @@ __device__ __forceinline__ unsigned kept(unsigned x) {
 }
 
 template <class T>
+__device__ __forceinline__ const T* kept(const T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
+template <class T>
 __device__ __forceinline__ unsigned pair_of(float a, float b) {
   if constexpr (std::is_same_v<T, bf16>) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
@@ -319,34 +324,38 @@ __device__ __forceinline__ unsigned pair_of(float a, float b) {
 
 __device__ __forceinline__ unsigned word_at(const char* p) { return *reinterpret_cast<const unsigned*>(p); }
 
-// Rows of a warp on the tensor cores: m, l and acc of the keys that it has seen.
+// Rows of a warp on the tensor cores: m, l and acc of the keys that it has seen. Lane 4g + t has rows 2t and 2t + 1 of
+// each tile of 8.
 template <class C>
 struct TensorRows {
   using T = typename C::Number;
   static constexpr int kTiles = C::kRows / 8, kSteps = C::kWidth / 16, kPairs = C::kKeys / 16;
-  static constexpr bool kHeld = C::kWidth * kTiles <= (C::kFp8 ? 0 : 128);  // registers have room for q
+  static constexpr bool kHeld = C::kWidth * kTiles <= 128;  // registers have room for q
   const char* q;
   unsigned keys, values;  // of the lane in the first tile of the warp's ring
   unsigned held[kHeld ? kSteps : 1][2 * kTiles];
   float acc[kSteps][kTiles][4];
-  float largest[kTiles], total[kTiles], factor[kTiles];
+  float largest[kTiles][2], total[kTiles][2], factor[kTiles][2];
   unsigned p[kTiles][kPairs][2];
 
   __device__ __forceinline__ explicit TensorRows(Shared<C>& shared) : q(shared.q) {
-    const int lane = threadIdx.x % kWarp, row = lane / 4;
+    const int lane = threadIdx.x % kWarp, t = lane % 4;
     const unsigned ring = shared_address(shared.ring[threadIdx.x / kWarp]);
     if constexpr (C::kFp8) {
-      keys = kept(ring + row * C::kRowBytes + (lane % 4 ^ swizzle<C>(row)) * 16);
+      keys = kept(ring + lane / 4 * C::kRowBytes + (t ^ swizzle<C>(lane / 4)) * 16);
       values = kept(ring + C::kTileBytes + lane * C::kRowBytes + swizzle<C>(lane) * 16);
     } else {
-      const int key = lane % 8 + lane / 16 * 8;
-      keys = kept(ring + key * C::kRowBytes + (lane / 8 % 2 ^ swizzle<C>(key)) * 16);
-      values = keys + C::kTileBytes;
+      const int of_k = lane % 16, of_v = lane % 8 + lane / 16 * 8;
+      keys = kept(ring + of_k * C::kRowBytes + (lane / 16 ^ swizzle<C>(of_k)) * 16);
+      values = kept(ring + C::kTileBytes + of_v * C::kRowBytes + (lane / 8 % 2 ^ swizzle<C>(of_v)) * 16);
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      largest[n] = kLeast, total[n] = 0.0f;
-      factor[n] = shared.factor[row + 8 * n];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        largest[n][e] = kLeast, total[n][e] = 0.0f;
+        factor[n][e] = shared.factor[8 * n + 2 * t + e];
+      }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) acc[i][n][0] = acc[i][n][1] = acc[i][n][2] = acc[i][n][3] = 0.0f;
     }
@@ -368,7 +377,8 @@ struct TensorRows {
     }
   }
 
-  __device__ __forceinline__ void query(unsigned (&a)[4], int step) const {
+  // S^T = k q^T of 16 dimensions and keys
+  __device__ __forceinline__ void add_products(float (&s)[kTiles][4], const unsigned (&k)[4], int step) const {
     unsigned x[2 * kTiles];
     if constexpr (kHeld) {
 #pragma unroll
@@ -376,40 +386,40 @@ struct TensorRows {
     } else {
       read_query(x, step);
     }
-    a[0] = x[0], a[2] = x[kTiles];
-    a[1] = kTiles > 1 ? x[kTiles - 1] : 0, a[3] = kTiles > 1 ? x[2 * kTiles - 1] : 0;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) multiply_add<T>(s[n], k, x[n], x[kTiles + n]);
   }
 
-  // s = q k^T: of row g (and g + 8) and keys 8j + 2t, 8j + 2t + 1
-  __device__ __forceinline__ void score(float (&s)[2 * kPairs][4], int tile) const {
+  // Of keys 16i + g: rows 2t and 2t + 1 of tile n, then those of keys 16i + g + 8.
+  __device__ __forceinline__ void score(float (&s)[kPairs][kTiles][4], int tile) const {
     const int offset = tile * 2 * C::kTileBytes;
 #pragma unroll
-    for (int j = 0; j < 2 * kPairs; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+    for (int i = 0; i < kPairs; ++i)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) s[i][n][0] = s[i][n][1] = s[i][n][2] = s[i][n][3] = 0.0f;
     if constexpr (C::kFp8) {
 #pragma unroll
       for (int block = 0; block < kSteps / 4; ++block) {
-        unsigned a[4][4];
 #pragma unroll
-        for (int u = 0; u < 4; ++u) query(a[u], 4 * block + u);
+        for (int i = 0; i < kPairs; ++i) {
+          unsigned x[4], y[4];
+          const unsigned from = along(keys, block * 64) + i * 16 * C::kRowBytes + offset;
+          load_shared(x, from), load_shared(y, from + 8 * C::kRowBytes);
 #pragma unroll
-        for (int j = 0; j < 2 * kPairs; ++j) {
-          unsigned x[4];
-          load_shared(x, along(keys, block * 64) + j * 8 * C::kRowBytes + offset);
-#pragma unroll
-          for (int u = 0; u < 4; ++u) multiply_add<T>(s[j], a[u], from_e4m3(x[u]), from_e4m3(x[u] >> 16));
+          for (int u = 0; u < 4; ++u) {
+            const unsigned k[4] = {from_e4m3(x[u]), from_e4m3(y[u]), from_e4m3(x[u] >> 16), from_e4m3(y[u] >> 16)};
+            add_products(s[i], k, 4 * block + u);
+          }
         }
       }
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        unsigned a[4];
-        query(a, step);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          unsigned b[4];
-          load_matrices(b, along(keys, step * 32) + i * 16 * C::kRowBytes + offset);
-          multiply_add<T>(s[2 * i], a, b[0], b[1]);
-          multiply_add<T>(s[2 * i + 1], a, b[2], b[3]);
+          unsigned k[4];
+          load_matrices(k, along(keys, step * 32) + i * 16 * C::kRowBytes + offset);
+          add_products(s[i], k, step);
         }
       }
     }
@@ -417,58 +427,64 @@ struct TensorRows {
 
   // Of a tile of the ring, whose first key is number `first`; `whole` tells that all rows see all of them.
   __device__ __forceinline__ void see_keys(int tile, int first, bool whole, const Shared<C>& shared) {
-    float s[2 * kPairs][4];
+    float s[kPairs][kTiles][4];
     score(s, tile);
-    const int lane = threadIdx.x % kWarp;
-    float fade[kTiles];
-    bool fades = false;
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+    for (int i = 0; i < kPairs; ++i)
 #pragma unroll
-      for (int j = 0; j < 2 * kPairs; ++j) s[j][2 * n] *= factor[n], s[j][2 * n + 1] *= factor[n];
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][n][e] *= factor[n][e % 2];
     if (!whole) {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const int visible = shared.visible[lane / 4 + 8 * n] - first - lane % 4 * 2;
+      for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int j = 0; j < 2 * kPairs; ++j)
+        for (int e = 0; e < 4; ++e) {
+          const int seen = shared.visible[8 * n + 2 * t + e % 2] - first - g - e / 2 * 8;
 #pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * j + e > visible) s[j][2 * n + e] = -INFINITY;
-      }
+          for (int i = 0; i < kPairs; ++i)
+            if (16 * i > seen) s[i][n][e] = -INFINITY;
+        }
     }
+    float fade[kTiles][2];
+    bool fades = false;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      float most = largest[n];
 #pragma unroll
-      for (int j = 0; j < 2 * kPairs; ++j) most = fmaxf(most, fmaxf(s[j][2 * n], s[j][2 * n + 1]));
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      fade[n] = exp2_approx(largest[n] - most);
-      fades |= !(fade[n] == 1.0f);
-      float sum = 0.0f;
+      for (int e = 0; e < 2; ++e) {
+        float most = largest[n][e], sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 2 * kPairs; ++j) {
-        const float a = exp2_approx(s[j][2 * n] - most), b = exp2_approx(s[j][2 * n + 1] - most);
-        sum += a + b;
-        p[n][j / 2][j % 2] = pair_of<T>(a, b);
+        for (int i = 0; i < kPairs; ++i) most = fmaxf(most, fmaxf(s[i][n][e], s[i][n][e + 2]));
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+        fade[n][e] = exp2_approx(largest[n][e] - most);
+        fades |= !(fade[n][e] == 1.0f);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          s[i][n][e] = exp2_approx(s[i][n][e] - most), s[i][n][e + 2] = exp2_approx(s[i][n][e + 2] - most);
+          sum += s[i][n][e] + s[i][n][e + 2];
+        }
+        total[n][e] = total[n][e] * fade[n][e] + sum;
+        largest[n][e] = most;
       }
-      total[n] = total[n] * fade[n] + sum;
-      largest[n] = most;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        p[n][i][0] = transposed(pair_of<T>(s[i][n][0], s[i][n][1]));
+        p[n][i][1] = transposed(pair_of<T>(s[i][n][2], s[i][n][3]));
+      }
     }
     if (__any_sync(kAll, fades)) {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {  // acc is of queries 2t and 2t + 1
-        const float even = __shfl_sync(kAll, fade[n], lane % 4 * 8), odd = __shfl_sync(kAll, fade[n], lane % 4 * 8 + 4);
+      for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          acc[i][n][0] *= even, acc[i][n][1] *= odd;
-          acc[i][n][2] *= even, acc[i][n][3] *= odd;
-        }
-      }
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[i][n][e] *= fade[n][e % 2];
     }
   }
 
+  // O^T += v^T p^T
   __device__ __forceinline__ void add_values(int tile, Shared<C>&) {
     const int offset = tile * 2 * C::kTileBytes;
     if constexpr (C::kFp8) {
@@ -508,9 +524,12 @@ struct TensorRows {
     float* to = shared.acc(warp);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      total[n] += __shfl_xor_sync(kAll, total[n], 1);
-      total[n] += __shfl_xor_sync(kAll, total[n], 2);
-      if (t == 0) shared.statistics[warp][g + 8 * n] = make_float2(largest[n], total[n]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) total[n][e] += __shfl_xor_sync(kAll, total[n][e], step);
+        if (g == 0) shared.statistics[warp][8 * n + 2 * t + e] = make_float2(largest[n][e], total[n][e]);
+      }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -623,13 +642,14 @@ struct Copier {
   static constexpr int kCopies = C::kKeys * C::kChunks / kWarp, kUnrolled = kCopies < 4 ? kCopies : 4;
   static constexpr unsigned kNowhere = ~0u;
   const char *k, *v;
-  unsigned to;  // in the first tile of the warp's ring
+  unsigned to;    // in the first tile of the warp's ring
+  unsigned lane;  // that has the key, but for how far in the tile
 
   __device__ __forceinline__ Copier(const Attention& p, int g, Shared<C>& shared) {
-    const int lane = threadIdx.x % kWarp, nth = lane / C::kChunks, chunk = lane % C::kChunks;
+    const int nth = threadIdx.x % kWarp / C::kChunks, chunk = threadIdx.x % kWarp % C::kChunks;
     k = p.k.x + g * p.k.head, v = p.v.x + g * p.v.head;
     if constexpr (!C::kAny) {
-      k += chunk * 16, v += chunk * 16;
+      k = kept(k + chunk * 16), v = kept(v + chunk * 16), lane = kept(nth);
       to = kept(shared_address(shared.ring[threadIdx.x / kWarp]) + nth * C::kRowBytes + (chunk ^ swizzle<C>(nth)) * 16);
     }
   }
@@ -639,7 +659,6 @@ struct Copier {
   __device__ __forceinline__ void copy(const Attention& p, bool of_v, int page, int key_of_lane, int last, int start,
                                        bool whole, int tile, Shared<C>& shared) const {
     const Cache& cache = of_v ? p.v : p.k;
-    const int lane = threadIdx.x % kWarp;
     const char* base = of_v ? v : k;
     const unsigned slot = key_of_lane - p.page_size(key_of_lane) * p.page_size.divisor;
     if constexpr (C::kAny) {
@@ -649,7 +668,7 @@ struct Copier {
       return;
     }
     unsigned own = page * cache.page_units + slot * cache.slot_units;
-    const int first = start + lane / C::kChunks;
+    const int first = start + lane;
     const unsigned target = to + (2 * tile + of_v) * C::kTileBytes;
     if (whole) {
 #pragma unroll kUnrolled
@@ -661,7 +680,7 @@ struct Copier {
       }
     } else {
       if (key_of_lane >= last) own = kNowhere;
-      const int chunks = p.width * int(sizeof(typename C::Stored)) / 16 - lane % C::kChunks;
+      const int chunks = p.width * int(sizeof(typename C::Stored)) / 16 - int(threadIdx.x) % kWarp % C::kChunks;
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
         const int key = i * kWarp / C::kChunks, further = i * kWarp % C::kChunks;
@@ -909,6 +928,7 @@ struct Part {
   __device__ __forceinline__ Part(const Attention& p, const Line& line, int g, int row, const Copier<C>& copier,
                                   Upcoming<C>& upcoming, Queries<C>& q, Shared<C>& shared) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, here = rows_here<C>(p, line, row);
+    q.load(p, line, g, row, here);
     position = -1;
     if (lane < here) {
       const int query = p.group(row + lane);
@@ -934,15 +954,11 @@ struct Part {
 #pragma unroll 1
     for (int i = 0; i < 2 * C::kStages; ++i) {  // not unrolled: instructions are fetched from memory, too
       const int tile = i / 2, nth = tile / C::kTilesPlaced, start = tile % C::kTilesPlaced * C::kKeys;
-      key = Upcoming<C>::key(first, nth), page = nth ? upcoming.pages[C::kPlaces - 1] : upcoming.pages[0];
+      key = Upcoming<C>::key(first, nth), page = nth ? upcoming.pages[C::kPlaces > 2] : upcoming.pages[0];
       if (tile < tiles) copier.copy(p, i % 2, page, key, last, start, tile < whole, tile, shared);
       end_group();
     }
-    if (C::kStages % C::kTilesPlaced == 0) {
-      key = Upcoming<C>::key(first, C::kPlaces);
-      page = page_of(p, table, key, last);
-    }
-    q.load(p, line, g, row, here);
+    key = Upcoming<C>::key(first, C::kPlaces - 1), page = upcoming.pages[C::kPlaces - 1];
   }
 
   // Once the one before no longer needs what is shared.

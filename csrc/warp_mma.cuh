@@ -44,6 +44,13 @@ __device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned row) 
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
+// An 8 x 8 matrix of 16 bits, of which a lane has elements 2t and 2t + 1 of row g; then of column g.
+__device__ __forceinline__ unsigned transposed(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // c (16 x 8) += a (16 x 16) b (16 x 8)
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

@@ -105,20 +105,19 @@ def attend(k_cache, v_cache, table, lens: list[int], heads: int, dtype: torch.dt
         own = {name: options[name] for name in ("rows", "cu_seqlens_q") if name in options}
         schedule = ops.attention_schedule(k_lens, heads, groups, queries, k_cache=k_cache, backend=BACKEND, **own)
         q = normal(queries, heads, width, dtype=dtype)
-        for x in (q, strided(q)):
-            options |= {"schedule": schedule, "backend": BACKEND, **scales}
-            ops.paged_attention(x, k_cache, v_cache, table, k_lens, **options)
-            ops.paged_attention(x, k_cache, strided(v_cache), table, k_lens, **options)
+        options |= {"schedule": schedule, "backend": BACKEND, **scales}
+        ops.paged_attention(q, k_cache, v_cache, table, k_lens, **options)
+        ops.paged_attention(strided(q), k_cache, strided(v_cache), table, k_lens, **options)
 
     call(len(lens), k_lens)
     rows = torch.tensor([6, -1, 4, 0]).cuda()
     starts = torch.tensor([0, 3, 4, 9, 9]).int().cuda()
     positions = torch.tensor([-1, 1299, 800, 4, 0, 1, 350, 699, 200, 5, 5]).cuda()
     call(11, k_lens[rows], rows=rows, cu_seqlens_q=starts, q_positions=positions)
-    starts = torch.tensor([0, 0, 1, 1, 2, 92, 97, 300, 363]).int().cuda()
-    call(400, k_lens, cu_seqlens_q=starts)
-    rows = torch.arange(1000, device="cuda") % len(lens)
-    call(1000, k_lens[rows], rows=rows)
+    starts = torch.tensor([0, 0, 1, 1, 2, 42, 47, 117, 137]).int().cuda()
+    call(150, k_lens, cu_seqlens_q=starts)
+    rows = torch.tensor([1, 0, 5, 7], device="cuda").repeat(300)
+    call(len(rows), k_lens[rows], rows=rows)
 
 
 def caches() -> None:

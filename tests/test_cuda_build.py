@@ -29,9 +29,11 @@ LIMITS = {
     r"^lookup_backward": 48,
     r"^scatter_back": 72,
     r"^route": 64,
-    r"^paged_attention_kernel<Setting<.* 64,": 128,
-    r"^paged_attention_kernel<Setting<unsigned char, 256,": 256,
-    r"^paged_attention": 168,  # three blocks of 128 threads, as shared memory has room for
+    # as many blocks of 128 threads as Setting::kBlocks says: five, four, two, or three
+    r"^paged_attention_kernel<Setting<(__half|__nv_bfloat16), 64, 1,": 96,
+    r"^paged_attention_kernel<Setting<unsigned char, 64, 1,": 128,
+    r"^paged_attention_kernel<Setting<(unsigned char, 128, 2|unsigned char, 256|float, 256),": 256,
+    r"^paged_attention": 168,
     r"": 128,  # what isn't named: 512 threads at once
 }
 

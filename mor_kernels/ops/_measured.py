@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 
 class Choice(NamedTuple):
     """``cuda(*arguments)`` tells whether the CUDA kernels are chosen; ``reason`` is what was measured."""
@@ -24,6 +26,18 @@ def _always(*_) -> bool:
 
 def _at_most_half_kept(d_rows, d_gates, d_logits, x, *_) -> bool:
     return 2 * d_rows.shape[1] <= x.shape[1]
+
+
+def _few_tokens(k, v, k_cache, v_cache, slots, *_) -> bool:
+    return slots.shape[0] <= 128
+
+
+def _one_query_a_lane(q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, *_) -> bool:
+    return cu_seqlens_q is None and q.dtype != torch.float32 and q.shape[2] <= 128
+
+
+def _one_query_each(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q) -> bool:
+    return cu_seqlens_q is None and item_size <= 2 and width <= 128
 
 
 def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -> bool:
@@ -51,10 +65,22 @@ CHOICES = {
         _passes_over_the_stream,
     ),
     "kv_append_": Choice(
-        "with rotation: 32 tokens 0.0033 / 0.0026, 512 tokens 0.0042 / 0.0033, 65,536 tokens 0.1211 / 0.1078"
+        "with rotation: 32 tokens 0.0023 / 0.0027, 512 tokens 0.0036 / 0.0033, 65,536 tokens 0.1143 / 0.1079",
+        _few_tokens,
     ),
-    "depth_step_": Choice("D960: 32 tokens 0.00228 / 0.00183, 512 tokens 0.0038 / 0.0032"),
-    "kv_lookup": Choice("rows of 128 in the mean: B32 0.0078 / 0.0057, B128 0.0160 / 0.0142, B512 0.0473 / 0.0457"),
+    "depth_step_": Choice("D960: 32 tokens 0.00201 / 0.00235, 512 tokens 0.0031 / 0.0031", _always),
+    "kv_lookup": Choice(
+        "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0457; of 2,048: B128 "
+        "0.1669 / 0.1672",
+        _always,
+    ),
+    "paged_attention": Choice(
+        "H15/5, D64, one query a lane: rows of 128 in the mean B32 0.0060 / 0.0073, B128 0.0097 / 0.0130, B512 0.0313 "
+        "/ 0.0332; of 2,048 0.0286 / 0.0304, 0.0886 / 0.0954, 0.3333 / 0.3410; float8 0.72 to 0.92 of Triton's time. "
+        "Of several queries a lane the CUDA kernel reads keys once for every 16 rows, Triton's for every 64",
+        _one_query_a_lane,
+    ),
+    "attention_schedule": Choice("B32 0.0060 / 0.0046, B512 0.0072 / 0.0095; as paged_attention", _one_query_each),
 }
 
 

@@ -158,7 +158,7 @@ BAD = [
     ),
     (lambda: attend(q=Q[0], cu_seqlens_q=CU * 2), "paged_attention: cu_seqlens_q: expected 0 first, .* at most 3, got"),
     (lambda: attend(page_table=TABLE - 1), "kv_lookup: page_table: expected pages in 0..2"),
-    (lambda: attend(schedule=TABLE[0]), r"paged_attention: schedule: expected \d+ numbers, .*_schedule returns .*, got 1"),
+    (lambda: attend(schedule=TABLE[0]), r"paged_attention: schedule: expected \d+ numbers, .* returns .*, got 1"),
     (
         lambda: ops.attention_schedule(CU, 5, 2, 2),
         "attention_schedule: groups: expected a number .* 5 query heads, got 2",

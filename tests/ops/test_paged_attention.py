@@ -10,6 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
+from mor_kernels.ops._dispatch import unavailable
+from mor_kernels.ops.paged_attention._parts import ENTRY, FIELDS, most_parts, queries_of_a_tile
 from reference import ops as reference
 from tests import strategies as s
 
@@ -167,6 +169,60 @@ def test_nan_reaches_only_its_own_row(device, backend):
     q = s.normal((2, 2, 4), 1, torch.float32)
     out = ops.paged_attention(*(t.to(device) for t in (q, k, v, table, lens)), backend=backend).cpu()
     assert out[0].isnan().all() and not out[1].isnan().any()
+
+
+def parts_of(schedule, lines, groups):
+    """Each part's numbers by its line, and the lines of each range."""
+    numbers = schedule.tolist()
+    table = [numbers[i * FIELDS : (i + 1) * FIELDS] for i in range(lines)]
+    entries = numbers[lines * (FIELDS + groups) :]
+    ranges = [entries[i : i + ENTRY] for i in range(0, len(entries), ENTRY)]
+    for *line, first, count in ranges:
+        assert not count or line == table[first]
+    return {i: line for i, line in enumerate(table) if line[2] > 0}, [range(r[-2], r[-2] + r[-1]) for r in ranges]
+
+
+@s.targets("attention_schedule")
+@pytest.mark.parametrize("longest", [0, 40, 400, 5000])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_schedule_has_each_key_of_each_tile_once(device, backend, longest, several):
+    """In as many parts as the line says, side by side in order; and each part is in one range."""
+    if backend == "eager":
+        pytest.skip("its schedule is empty")
+    lens = s.lengths(70, longest, 3).int()
+    counts = s.lengths(70, 9, 4) if several else torch.ones(70, dtype=torch.int64)
+    cu, queries = s.cu_seqlens(counts), int(counts.sum()) + 3 * several
+    options = {"cu_seqlens_q": cu.to(device)} if several else {}
+    schedule = ops.attention_schedule(lens.to(device), 6, 2, queries, backend=backend, **options)
+    lines = most_parts(70, 6, 2, queries, options.get("cu_seqlens_q"))
+    parts, ranges = parts_of(schedule.cpu(), lines, 2)
+    assert sorted(i for lines_of in ranges for i in lines_of if i in parts) == list(parts)
+    wanted, seen, i = queries_of_a_tile(70, 3, queries, options.get("cu_seqlens_q")), [], 0
+    in_order = iter(parts.items())
+    for i, (row, query, left, keys, begin, end, first, splits) in in_order:
+        assert (begin, first) == (0, i)
+        for _ in range(splits - 1):
+            i, line = next(in_order)
+            assert line[:5] == [row, query, left, keys, end] and line[6:] == [first, splits]
+            end = line[5]
+        assert end == keys == (int(lens[row]) if 0 <= row < 70 else 0)
+        seen += range(query, query + min(left, wanted))
+    assert seen == list(range(queries))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backends", [("triton", "cuda"), ("cuda", "triton")], ids=" ".join)
+def test_kernels_read_each_others_schedules(backends):
+    if reason := unavailable("cuda", "paged_attention"):
+        pytest.skip(reason)
+    lens = torch.tensor([0, 3, 700, 5000, 64, 1300], dtype=torch.int32)
+    *caches, table, _ = pool(lens, 16, 2, 64, 0, torch.float16)
+    q = s.normal((6, 6, 64), 1, torch.float16)
+    schedule = ops.attention_schedule(lens.cuda(), 6, 2, 6, backend=backends[0])
+    on_device = (t.cuda() for t in (q, *caches, table, lens))
+    got = ops.paged_attention(*on_device, schedule=schedule, backend=backends[1])
+    s.assert_close(got, reference.paged_attention(*(t.double() for t in (q, *caches)), table, lens), q.dtype, 0.5,
+                   slack=torch.finfo(q.dtype).eps * 2)  # fmt: skip
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
