@@ -255,7 +255,7 @@ void kv_append(Address q, Address k, Address v, Address slots, Address positions
                                   to[5], to[6], half});
     constexpr int kPack = kWide<T>;
     // angles are worked out for several heads at once, if that leaves enough threads
-    const bool many = tokens * (q_heads + 2 * heads) * (half / kPack) > int64_t(device().multiprocessors) * 256;
+    const bool many = tokens * (q_heads + 2 * heads) * (half / kPack) > int64_t(device().multiprocessors) * 4096;
     const bool fp8 = cache_dtype == kE4M3;
     if (!wide) run(append_kernel<float, false, 1, 1>, 1, 1);
     else if (fp8) run(append_kernel<T, true, kPack, 1>, kPack, 1);

@@ -116,7 +116,7 @@ def attend(k_cache, v_cache, table, lens: list[int], heads: int, dtype: torch.dt
     call(11, k_lens[rows], rows=rows, cu_seqlens_q=starts, q_positions=positions)
     starts = torch.tensor([0, 0, 1, 1, 2, 42, 47, 117, 137]).int().cuda()
     call(150, k_lens, cu_seqlens_q=starts)
-    rows = torch.tensor([1, 0, 5, 7], device="cuda").repeat(300)
+    rows = torch.tensor([1, 0, 5, 7], device="cuda").repeat(75)
     call(len(rows), k_lens[rows], rows=rows)
 
 
