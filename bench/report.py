@@ -52,9 +52,8 @@ def table(result: dict) -> list[str]:
         compiled = best_rival([row for row in group if row["impl"] == "compile"], op, case)
         rival = best_rival(group, op, case)
         times = f"{own['ms'] / own['floor_ms']:.2f}" if own and not own["failed"] else "-"
-        note = f" ({own['impl']})" if own and own["impl"] != "triton" else ""
         floor = f"{group[0]['floor_ms']:.3g}"
-        lines.append((op, case, _ms(own) + note, floor, times, _ms(eager), _ms(compiled), _faster(own, rival)))
+        lines.append((op, case, _own(own), floor, times, _ms(eager), _ms(compiled), _faster(own, rival)))
     return _markdown(HEADER, lines)
 
 
@@ -96,10 +95,15 @@ def bytes_table(result: dict) -> list[str]:
             share = f"{100 * own['floor_ms'] / own['ms']:.0f}"
         rival = _faster(own, best_rival(group, op, case))
         shown = [_ms(best[name]) for name in best]
-        lines.append((op, case, _ms(own), f"{group[0]['floor_ms']:.3g}", rate, share, *shown, rival))
+        lines.append((op, case, _own(own), f"{group[0]['floor_ms']:.3g}", rate, share, *shown, rival))
     header = ("operator", "case", "ours, ms", "floor, ms", "GB/s", "% of copy", "eager, ms", "compiled, ms",
               "FlashInfer, ms", "x best")  # fmt: skip
     return _markdown(header, lines)
+
+
+def _own(row: dict | None) -> str:
+    """The milliseconds of our faster kernel, and which one that is, if it isn't Triton's."""
+    return _ms(row) + (f" ({row['impl']})" if row and row["impl"] != "triton" else "")
 
 
 def _tflops(row: dict | None) -> str:

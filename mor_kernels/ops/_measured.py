@@ -42,43 +42,50 @@ def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -
 
 CHOICES = {
     "route": Choice(
-        "B32 N2048 D960: k1365 0.0769 / 0.0723, k682 0.0624 / 0.0567; B16 N2048 D2048 k1024 0.0714 / 0.0709; sequences "
+        "B32 N2048 D960: k1365 0.0764 / 0.0733, k682 0.0618 / 0.0570; B16 N2048 D2048 k1024 0.0708 / 0.0704; sequences "
         "of 16,384 and more, which one block chooses among, take up to 12 times as long"
     ),
     "route_backward": Choice(
-        "B32 N2048 D960: k1365 0.1021 / 0.1011, k682 0.0931 / 0.0944; B16 N2048 D2048 k1024 0.0986 / 0.1027",
+        "B32 N2048 D960: k1365 0.1008 / 0.0990, k682 0.0918 / 0.0923; B16 N2048 D2048 k1024 0.0977 / 0.1002; B1 "
+        "N131072 D2048 k43690 0.3322 / 0.3535",
         _at_most_half_kept,
     ),
     "scatter_back": Choice(
-        "B32 N2048 D960: k1365 0.0811 / 0.0840, k682 0.0725 / 0.0768; B16 N2048 D2048 k1024 0.0829 / 0.0835", _always
+        "B32 N2048 D960: k1365 0.0804 / 0.0834, k682 0.0718 / 0.0760; B16 N2048 D2048 k1024 0.0823 / 0.0827", _always
     ),
     "scatter_back_": Choice(
-        "B32 N2048 D960: k1365 0.0629 / 0.0623, k682 0.0340 / 0.0336; B16 N2048 D2048 k1024 0.0516 / 0.0506"
+        "B32 N2048 D960: k1365 0.0624 / 0.0619, k682 0.0338 / 0.0333; B16 N2048 D2048 k1024 0.0513 / 0.0503"
     ),
     "scatter_back_backward": Choice(
-        "delta, B32 N2048 D960: k1365 0.1227 / 0.1367, k682 0.0948 / 0.1056; B16 N2048 D2048 k1024 0.1163 / 0.1233. "
-        "block: 0.0616 / 0.0606, 0.0329 / 0.0320; 0.0505 / 0.0491",
+        "delta, B32 N2048 D960: k1365 0.1220 / 0.1359, k682 0.0942 / 0.1050; B16 N2048 D2048 k1024 0.1158 / 0.1226. "
+        "block: 0.0612 / 0.0603, 0.0325 / 0.0317; 0.0500 / 0.0489",
         _passes_over_the_stream,
     ),
     "kv_append_": Choice(
-        "with rotation: 32 tokens 0.0023 / 0.0023, 512 tokens 0.0036 / 0.0029, 65,536 tokens 0.1142 / 0.1076"
-    ),
-    "depth_step_": Choice(
-        "D960: 32 tokens 0.0020 / 0.0020, 512 tokens 0.0032 / 0.0027; the host's 0.108 / 0.146 a call count for more",
+        "with rotation: 32 tokens 0.0022 / 0.0026, 128 tokens 0.0028 / 0.0029, 512 tokens 0.0036 / 0.0033, where the "
+        "host's time counts for more; 65,536 tokens 0.1142 / 0.1079, little beside the rest of such a prompt, whose "
+        "keys should be those that decoding would have written",
         _always,
     ),
+    "depth_step_": Choice(
+        "D960: 32 tokens 0.0020 / 0.0020, 512 tokens 0.0032 / 0.0027, where the host's time counts for more", _always
+    ),
     "kv_lookup": Choice(
-        "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0457; of 2,048: B128 "
-        "0.1669 / 0.1672",
+        "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0456; of 2,048: 0.0444 / "
+        "0.0448, 0.1668 / 0.1671, 0.6571 / 0.6571",
         _always,
     ),
     "paged_attention": Choice(
-        "H15/5, D64, one query a lane: rows of 128 in the mean B32 0.0060 / 0.0073, B128 0.0097 / 0.0130, B512 0.0313 "
-        "/ 0.0332; of 2,048 0.0286 / 0.0304, 0.0886 / 0.0954, 0.3333 / 0.3410; float8 0.72 to 0.92 of Triton's time. "
-        "Of several queries a lane the CUDA kernel reads keys once for every 16 rows, Triton's for every 64",
+        "H15/5, D64, one query a lane: rows of 128 in the mean B32 0.0060 / 0.0077, B128 0.0097 / 0.0133, B512 0.0312 "
+        "/ 0.0336; of 2,048 0.0285 / 0.0306, 0.0886 / 0.0958, 0.3336 / 0.3418; of 16,384 0.1688 / 0.1790, 0.6513 / "
+        "0.6672, 2.5720 / 2.6497; float8 0.71 to 0.90 of Triton's time. Of several queries a lane the CUDA kernel "
+        "reads keys once for every 16 rows, Triton's for every 64",
         _one_query_a_lane,
     ),
-    "attention_schedule": Choice("B32 0.0060 / 0.0046, B512 0.0072 / 0.0095; as paged_attention", _one_query_each),
+    "attention_schedule": Choice(
+        "B32 0.0060 / 0.0046, B128 0.0059 / 0.0050, B512 0.0071 / 0.0095; as paged_attention, which it is for",
+        _one_query_each,
+    ),
 }
 
 
