@@ -77,15 +77,15 @@ void kv_lookup_backward(Address d_k, Address d_v, Address entries, Address first
                         Address v_out, int64_t slots, int64_t max_pages, int page_size, int width, int dtype,
                         Address stream);
 
-// paged_attention.cu; of a schedule of `lines` lines, and strides (token, head, dimension) of q and (page, slot, head,
-// dimension) of the caches; sums and statistics hold a row's (width, or up to the next multiple of 4) and 2 numbers for
-// each line, key/value head and row of a tile
+// paged_attention.cu; of a schedule of `lines` lines and `ranges` ranges (ops/paged_attention/_parts.py), and strides
+// (token, head, dimension) of q and (page, slot, head, dimension) of the caches; sums and statistics hold a row's (the
+// width up to the next multiple of 4) and 2 numbers for each line, key/value head and row of a tile
 void attention_schedule(Address k_lens, Address rows, Address cu_seqlens, Address schedule, int lanes, int queries,
                         int lines, int groups, int block_q, int unit, int ranges, int least, Address stream);
 void paged_attention(Address q, Address k, Address v, Address page_table, Address schedule, Address positions,
                      Address k_scale, Address v_scale, Address out, Address sums, Address statistics, double scale,
                      int lines, int ranges, int64_t pages, int table_rows, int max_pages, int page_size, int heads,
-                     int groups, int width, int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k, std::array<int64_t, 4> of_v,
-                     int positions_dtype, int dtype, int cache_dtype, Address stream);
+                     int groups, int width, int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k,
+                     std::array<int64_t, 4> of_v, int positions_dtype, int dtype, int cache_dtype, Address stream);
 
 }  // namespace mor

@@ -121,7 +121,7 @@ __device__ __forceinline__ T warp_scan(T x) {
   return x;
 }
 
-// Of the block's numbers the sum of those before the thread's, and of all. `of_warps` is used once between two barriers.
+// The sum of the block's numbers before the thread's, and of all. `of_warps` is used once between two barriers.
 __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t* of_warps, int64_t& sum) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t inside = warp_scan(x);
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kScheduleThreads) attention_schedule_kernel(co
   block_scan(own_tiles, of_warps[1], tiles);
   cuts.work = max(cuts.work, int64_t(1));
   cuts.alone = !__syncthreads_or(cuttable) && tiles <= p.ranges;
-  cuts.ranges = int(min(max(cuts.work / p.least, int64_t(1)), int64_t(p.ranges)));
+  cuts.ranges = int(min(max(max(cuts.work / p.least, tiles), int64_t(1)), int64_t(p.ranges)));
   cuts.least = p.least;
 
   int done = 0;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kScheduleThreads) attention_schedule_kernel(co
 struct Cache {
   const char* x;
   const float* scales;
-  int64_t page, slot, head, d;    // strides: bytes, and elements of the last
+  int64_t page, slot, head, d;      // strides: bytes, and elements of the last
   unsigned page_units, slot_units;  // of 16 bytes
 };
 
@@ -239,7 +239,9 @@ struct Attention {
   float2* statistics;  // m and l of each
   int64_t q_token, q_head, q_d;
   float factor;  // scale * log2 e
-  int lines, ranges, table_rows, max_pages, room, groups, width, pitch, block_q, rows, row_tiles;  // room: keys of a table row
+  int lines, ranges, table_rows, max_pages;
+  int room;  // for keys, in a row of the page table
+  int groups, width, pitch, block_q, rows, row_tiles;
   int positions_dtype, dtype, cache_dtype;
   Divisor page_size, group;
 
@@ -267,9 +269,9 @@ struct Setting {
   static constexpr int kPlaces = kStages / kTilesPlaced + 1;  // of a lane, for those that fill the ring and one more
   static constexpr int kQueryBytes = D * sizeof(Number) + 16;  // of a row; the 16 keep rows off each other's banks
   static constexpr int kPitch = D + 4;
-  // whether shared memory has room for acc beside the keys of the next item
+  // whether shared memory has room for acc beside the keys of the next part
   static constexpr bool kApart = D == 64 && !kPlain;
-  // of a multiprocessor, as blocks() in ops/paged_attention/_parts.py has it for tiles of 8 rows
+  // of a multiprocessor, as _blocks() in ops/paged_attention/_parts.py has it for tiles of 8 rows
   static constexpr int kBlocks = D == 64 && N == 1 && !kPlain ? (kFp8 ? 4 : 5) : D * N * (kFp8 || kPlain) > 128 ? 2 : 3;
   static_assert(kApart || kRows * kPitch * 4 <= kStages * 2 * kTileBytes);
   static_assert(kTileBytes % 128 == 0);
@@ -763,8 +765,9 @@ struct Queries {
         for (int step = kWarp / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
         const unsigned size = __float_as_uint(most) & 0x7f800000u;
         power = __uint_as_float(size);
+        const float inverse = __uint_as_float((254u << 23) - size);
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) to[j * kWarp] = from_float<fp16>(wide[j] * __uint_as_float((254u << 23) - size));
+        for (int j = 0; j < kEach; ++j) to[j * kWarp] = from_float<fp16>(wide[j] * inverse);
       } else {
 #pragma unroll
         for (int j = 0; j < kEach; ++j) to[j * kWarp] = x[i][j];
@@ -920,7 +923,7 @@ template <class C>
 struct Part {
   int first, last;
   int tiles, whole;  // of the warp: of all, those at the beginning that have no zeros, and of which all rows see all
-  int position;            // of the last key that row `lane` sees
+  int position;      // of the last key that row `lane` sees
   const int* table;
   int key, page;  // of the lane, of the next tiles that will be copied
 
@@ -1102,8 +1105,8 @@ void attention_schedule(Address k_lens, Address rows, Address cu_seqlens, Addres
 void paged_attention(Address q, Address k, Address v, Address page_table, Address schedule, Address positions,
                      Address k_scale, Address v_scale, Address out, Address sums, Address statistics, double scale,
                      int lines, int ranges, int64_t pages, int table_rows, int max_pages, int page_size, int heads,
-                     int groups, int width, int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k, std::array<int64_t, 4> of_v,
-                     int positions_dtype, int dtype, int cache_dtype, Address stream) {
+                     int groups, int width, int block_q, std::array<int64_t, 3> of_q, std::array<int64_t, 4> of_k,
+                     std::array<int64_t, 4> of_v, int positions_dtype, int dtype, int cache_dtype, Address stream) {
   const int item = cache_dtype == kE4M3 ? 1 : cache_dtype == kF32 ? 4 : 2, group = heads / groups;
   const auto even = [&](int64_t elements) { return elements * item % 16 == 0; };
   const auto units = [&](int64_t elements) { return unsigned(elements * item / 16); };

@@ -2,8 +2,8 @@
 //
 // Angles are counted in turns, as 64-bit fractions of one: with f = 2^64 theta^(-i / half) / 2 pi, rounded, the product
 // position * f modulo 2^64, which is what integers compute, has lost nothing but whole turns. Of it 32 bits suffice for
-// fp32: their distance to the nearest quarter of a turn goes through polynomials (Cephes, Moshier 1992), and the quarter
-// swaps and signs them.
+// fp32: their distance to the nearest quarter of a turn goes through polynomials (Cephes, Moshier 1992), and the
+// quarter swaps and signs them.
 #pragma once
 
 #include <cmath>
