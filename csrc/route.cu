@@ -7,9 +7,9 @@
 // order of their numbers, so nothing ever waits for what no block works on.
 //
 // The threshold of a choice: a histogram of the keys between the smallest and the largest tells in which bin it is, and
-// the keys of that bin, which are few, are ranked. Where they aren't, or a sequence has too many keys to hold them, it
-// is found two bits at a time, by counting how many keys reach each of three numbers. What is above it is kept, and of
-// what is at it as many as are wanted, from the lowest position on.
+// the keys of that bin, which are few, are ranked. Where they aren't, it is found two bits at a time, by counting how
+// many keys reach each of three numbers. What is above it is kept, and of what is at it as many as are wanted, from the
+// lowest position on. Keys of a sequence with too many of them to hold are worked out each time.
 #include "common.cuh"
 
 namespace mor {
@@ -17,11 +17,12 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kKeys = 16384;           // of a sequence, in shared memory; of longer ones they are read each time
-constexpr int kBlocks = 4;              // of a multiprocessor
-constexpr int kChunk = 4 * kThreads;   // keys
-constexpr int kOwn = 8;                // of a thread, read at once
+constexpr int kKeys = 16384;          // of a sequence, in shared memory
+constexpr int kBlocks = 4;            // of a multiprocessor
+constexpr int kChunk = 4 * kThreads;  // keys
+constexpr int kOwn = 8;               // of a thread, read at once
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
+constexpr int kFew = 1024;            // keys of a bin that can be ranked
 constexpr int kUnroll = 4;             // 16-byte loads a lane and row
 constexpr int kEmpty = -1;             // as fp32 a NaN that no logit is
 constexpr int kNone = -2;              // for what isn't kept
@@ -47,7 +48,7 @@ struct Params {
 struct alignas(16) Shared {
   int counts[2][3][kWarps];  // every other time, so that one barrier a time is enough
   int histogram[kBins];
-  unsigned least[kWarps], most[kWarps], few[kThreads];
+  unsigned least[kWarps], most[kWarps], few[kFew];
   int sums[kWarps], bin, before, found;
   unsigned threshold;
 };
@@ -125,9 +126,10 @@ __device__ __forceinline__ void sum_counts(Shared& s, int turn, int& a, int& b, 
   a = sum(counts[0]), b = sum(counts[1]), c = sum(counts[2]);
 }
 
-// The kept-th largest of the keys, of which so many are real, if few share its bin; else 0. The histogram is zeros.
-__device__ unsigned threshold_by_bins(Shared& s, const uint4* keys, int fours, int kept, unsigned least,
-                                      unsigned most) {
+// The kept-th largest of the keys, of which so many are real, if few share its bin; else 0. The histogram is zeros;
+// each_key(f) calls f with each key of the thread.
+template <class F>
+__device__ __forceinline__ unsigned threshold_by_bins(Shared& s, F each_key, int kept, unsigned least, unsigned most) {
   const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
   least = __reduce_min_sync(kAll, least), most = __reduce_max_sync(kAll, most);
   if (lane == 0) s.least[warp] = least, s.most[warp] = most;
@@ -136,16 +138,9 @@ __device__ unsigned threshold_by_bins(Shared& s, const uint4* keys, int fours, i
 #pragma unroll
   for (int other = 0; other < kWarps; ++other) least = min(least, s.least[other]), most = max(most, s.most[other]);
   const int shift = max(32 - __clz(most - least) - kBinBits, 0);
-  const auto each = [&](auto f) {
-    for (int i = t; i < fours; i += kThreads) {
-      const uint4 four = keys[i];
-      const unsigned own[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (unsigned key : own)
-        if (key) f(key, (key - least) >> shift);
-    }
-  };
-  each([&](unsigned, unsigned bin) { atomicAdd(&s.histogram[bin], 1); });
+  each_key([&](unsigned key) {
+    if (key) atomicAdd(&s.histogram[(key - least) >> shift], 1);
+  });
   __syncthreads();
   // bins from the highest down, 8 a thread: how many keys reach each
   int own[kBins / kThreads], total = 0;
@@ -170,14 +165,14 @@ __device__ unsigned threshold_by_bins(Shared& s, const uint4* keys, int fours, i
   __syncthreads();
   const unsigned bin = s.bin;
   const int few = s.histogram[bin], want = kept - s.before;
-  if (few > kThreads) return 0;
-  each([&](unsigned key, unsigned of) {
-    if (of == bin) s.few[atomicAdd(&s.found, 1)] = key;
+  if (few > kFew) return 0;
+  each_key([&](unsigned key) {
+    if (key && (key - least) >> shift == bin) s.few[atomicAdd(&s.found, 1)] = key;
   });
   __syncthreads();
-  if (t < few) {
+  for (int own = t; own < few; own += kThreads) {
     int greater = 0, equal = 0;
-    const unsigned key = s.few[t];
+    const unsigned key = s.few[own];
     for (int other = 0; other < few; ++other) greater += s.few[other] > key, equal += s.few[other] == key;
     if (greater < want && greater + equal >= want) s.threshold = key;  // equal ones write the same
   }
@@ -191,61 +186,78 @@ __device__ void choose(const Params& p, Shared& s, uint4* keys, int b) {
   const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
   const Sequence sequence(p, b);
   const int* words = p.words + int64_t(b) * p.scored;
-  const auto key_of_word = [&](int word) { return key_of<T>(p, __int_as_float(word)); };
-  const auto key_at = [&](int i) { return sequence.position(i) < 0 ? 0u : key_of_word(await(words + i)); };
+  const auto key_of_word = [&](int word) { return word == kNone ? 0u : key_of<T>(p, __int_as_float(word)); };
   int turn = 0, real = 0, none = 0;
   const int padded = ceil_div(p.scored, kChunk) * kChunk;
   unsigned least = 0xffffffffu, most = 0;
-  if constexpr (kCached) {
-    for (int bin = t; bin < kBins; bin += kThreads) s.histogram[bin] = 0;
-    for (int first = t; first < padded; first += kOwn * kThreads) {
-      int word[kOwn];
+  for (int bin = t; bin < kBins; bin += kThreads) s.histogram[bin] = 0;
+  for (int first = t; first < padded; first += kOwn * kThreads) {
+    int word[kOwn];
 #pragma unroll
-      for (int o = 0; o < kOwn; ++o) word[o] = sequence.position(first + o * kThreads) < 0 ? kNone : kEmpty;
-      for (bool missing = true; missing;) {  // all that are missing are asked for at once
+    for (int o = 0; o < kOwn; ++o) word[o] = sequence.position(first + o * kThreads) < 0 ? kNone : kEmpty;
+    for (bool missing = true; missing;) {  // all that are missing are asked for at once
 #pragma unroll
-        for (int o = 0; o < kOwn; ++o)
-          if (word[o] == kEmpty) word[o] = look(words + first + o * kThreads);
-        missing = false;
+      for (int o = 0; o < kOwn; ++o)
+        if (word[o] == kEmpty) word[o] = look(words + first + o * kThreads);
+      missing = false;
 #pragma unroll
-        for (int o = 0; o < kOwn; ++o) missing |= word[o] == kEmpty;
-      }
-#pragma unroll
-      for (int o = 0; o < kOwn; ++o) {
-        const int i = first + o * kThreads;
-        const unsigned key = word[o] == kNone ? 0u : key_of_word(word[o]);
-        if (i < padded) reinterpret_cast<unsigned*>(keys)[i] = key;
-        real += key != 0;
-        if (key) least = min(least, key), most = max(most, key);
-      }
+      for (int o = 0; o < kOwn; ++o) missing |= word[o] == kEmpty;
     }
-  } else {
-    for (int i = t; i < p.scored; i += kThreads) real += key_at(i) != 0;
+#pragma unroll
+    for (int o = 0; o < kOwn; ++o) {
+      const int i = first + o * kThreads;
+      const unsigned key = key_of_word(word[o]);
+      if (kCached && i < padded) reinterpret_cast<unsigned*>(keys)[i] = key;
+      real += key != 0;
+      if (key) least = min(least, key), most = max(most, key);
+    }
   }
   sum_counts(s, turn++, real, none, none);
   const int kept = min(p.k, real);
 
+  // those from `first` on, `step` apart and before `end`; of words, all are read before one is needed
+  const auto read_keys = [&](unsigned (&own)[kOwn], int first, int step, int end) {
+    if constexpr (kCached) {
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o)
+        own[o] = first + o * step < end ? reinterpret_cast<const unsigned*>(keys)[first + o * step] : 0u;
+    } else {
+      int word[kOwn];
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o) {
+        const int i = first + o * step;
+        word[o] = i < end && sequence.position(i) >= 0 ? __ldcg(words + i) : kNone;
+      }
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o) own[o] = key_of_word(word[o]);
+    }
+  };
+  const auto each_key = [&](auto f) {
+    if constexpr (kCached) {
+#pragma unroll 2
+      for (int i = t; i < padded / 4; i += kThreads) {
+        const uint4 four = keys[i];
+        f(four.x), f(four.y), f(four.z), f(four.w);
+      }
+    } else {
+      for (int first = t; first < p.scored; first += kOwn * kThreads) {
+        unsigned own[kOwn];
+        read_keys(own, first, kThreads, p.scored);
+#pragma unroll
+        for (unsigned key : own) f(key);
+      }
+    }
+  };
   unsigned threshold = 0;
-  if constexpr (kCached) {
-    if (kept && kept < real) threshold = threshold_by_bins(s, keys, padded / 4, kept, least, most);
-  }
+  if (kept && kept < real) threshold = threshold_by_bins(s, each_key, kept, least, most);
   // the largest number that `kept` keys reach, or one that exactly so many reach if found earlier
   int reached = threshold ? kept : real;  // by how many keys
   for (int shift = 30; shift >= 0 && kept && reached != kept; shift -= 2) {
     const unsigned one = threshold + (1u << shift), two = one + (1u << shift), three = two + (1u << shift);
     int reach_one = 0, reach_two = 0, reach_three = 0;
-    const auto count = [&](unsigned key) {
+    each_key([&](unsigned key) {
       reach_one += key >= one, reach_two += key >= two, reach_three += key >= three;
-    };
-    if constexpr (kCached) {
-#pragma unroll 2
-      for (int i = t; i < padded / 4; i += kThreads) {
-        const uint4 four = keys[i];
-        count(four.x), count(four.y), count(four.z), count(four.w);
-      }
-    } else {
-      for (int i = t; i < p.scored; i += kThreads) count(key_at(i));
-    }
+    });
     sum_counts(s, turn++, reach_one, reach_two, reach_three);
     if (reach_one >= kept) threshold = one, reached = reach_one;
     if (reach_two >= kept) threshold = two, reached = reach_two;
@@ -256,17 +268,13 @@ __device__ void choose(const Params& p, Shared& s, uint4* keys, int b) {
   // each warp writes the kept of a stretch, from the slot on that those of stretches before it leave
   const int stretch = ceil_div(p.scored, kChunk) * kChunk / kWarps;
   const int begin = warp * stretch, end = kept ? min(begin + stretch, p.scored) : begin;
-  const auto own_key = [&](int i) {
-    if constexpr (kCached) return i < end ? reinterpret_cast<const unsigned*>(keys)[i] : 0u;
-    else return i < end ? key_at(i) : 0u;
-  };
   int above = 0, tied = 0;
-  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp)
+  unsigned own[kOwn];
+  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp) {
+    read_keys(own, first, kWarp, end);
 #pragma unroll
-    for (int o = 0; o < kOwn; ++o) {
-      const unsigned key = own_key(first + o * kWarp);
-      above += key > threshold, tied += key == threshold;
-    }
+    for (unsigned key : own) above += key > threshold, tied += key == threshold;
+  }
   above = __reduce_add_sync(kAll, above), tied = __reduce_add_sync(kAll, tied);
   int(&counts)[3][kWarps] = s.counts[turn % 2];
   if (lane == 0) counts[0][warp] = above, counts[1][warp] = tied;
@@ -280,16 +288,18 @@ __device__ void choose(const Params& p, Shared& s, uint4* keys, int b) {
   }
   int* slots = p.slots + int64_t(b) * p.k;
   const unsigned lower = (1u << lane) - 1;
-  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp)
+  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp) {
+    read_keys(own, first, kWarp, end);
 #pragma unroll
     for (int o = 0; o < kOwn; ++o) {
-      const unsigned key = own_key(first + o * kWarp);
+      const unsigned key = own[o];
       const unsigned all_above = __ballot_sync(kAll, key > threshold), all_tied = __ballot_sync(kAll, key == threshold);
       const int tie = tied + __popc(all_tied & lower);
       if (key > threshold || (key == threshold && tie < want))
         __stcg(slots + above + __popc(all_above & lower) + min(tie, want), first + o * kWarp);
       above += __popc(all_above), tied += __popc(all_tied);
     }
+  }
   for (int j = kept + t; j < p.k; j += kThreads) __stcg(slots + j, kNone);
   if (t == 0) p.counts[b] = kept;
 }
