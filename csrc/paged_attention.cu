@@ -16,7 +16,7 @@
 //
 // Which lane is split into how many parts, only the device knows. A kernel of one block makes a line for each part;
 // here the parts follow from sharing out all keys among as many blocks as run at once.
-#include "warp_mma.cuh"
+#include "instructions.cuh"
 
 namespace mor {
 namespace {
@@ -300,18 +300,6 @@ __device__ __forceinline__ int swizzle(int key) {
 
 // The address of a chunk that many bytes further along a row, of which eight change places.
 __device__ __forceinline__ unsigned along(unsigned row, int bytes) { return (row ^ (bytes & 112)) + (bytes & ~127); }
-
-// Keeps what is known from being worked out again and again.
-__device__ __forceinline__ unsigned kept(unsigned x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-template <class T>
-__device__ __forceinline__ const T* kept(const T* x) {
-  asm volatile("" : "+l"(x));
-  return x;
-}
 
 template <class T>
 __device__ __forceinline__ unsigned pair_of(float a, float b) {
@@ -1038,8 +1026,7 @@ __device__ __forceinline__ void finish(const Attention& p, int part, int g, int 
 // keys of one, it looks up where those of the next stand, and it copies the first of them before it writes the result.
 template <class C>
 __global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(const __grid_constant__ Attention p) {
-  extern __shared__ __align__(128) char memory[];
-  Shared<C>& shared = *reinterpret_cast<Shared<C>*>(memory);
+  Shared<C>& shared = *launched_memory<Shared<C>>();
   take_over();
   const int g = blockIdx.x % p.groups, row = blockIdx.y * C::kRows;
   int number = load_range(p, blockIdx.x / p.groups);

@@ -10,7 +10,7 @@
 // the keys of that bin, which are few, are ranked. Where they aren't, it is found two bits at a time, by counting how
 // many keys reach each of three numbers. What is above it is kept, and of what is at it as many as are wanted, from the
 // lowest position on. Keys of a sequence with too many of them to hold are worked out each time.
-#include "common.cuh"
+#include "instructions.cuh"
 
 namespace mor {
 namespace {
@@ -330,33 +330,6 @@ __device__ void take_ready(const Params& p, int b) {
   }
 }
 
-// What becomes of a line of the L2 cache: most rows that are scored stay until they are copied, and nothing else does.
-__device__ __forceinline__ unsigned long long to_stay() {
-  unsigned long long policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.6;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ unsigned long long to_leave() {
-  unsigned long long policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// 16 bytes, zeros where there are none
-__device__ __forceinline__ int4 load(const int4* from, bool there, unsigned long long policy) {
-  int4 bits{};
-  if (there)
-    asm volatile("ld.global.nc.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w) : "l"(from), "l"(policy));
-  return bits;
-}
-
-__device__ __forceinline__ void store(int4* to, const int4& bits, unsigned long long policy) {
-  asm volatile("st.global.L2::cache_hint.v4.s32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(bits.x), "r"(bits.y),
-               "r"(bits.z), "r"(bits.w), "l"(policy) : "memory");
-}
-
 // A warp scores a candidate.
 template <class T, class W, bool kAligned>
 __device__ void score(const Params& p, int b, int i) {
@@ -440,8 +413,8 @@ __global__ void __launch_bounds__(kThreads) empty_kernel(int* words, int64_t n) 
 
 template <class T, class W, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks) route_kernel(const __grid_constant__ Params p) {
-  extern __shared__ uint4 keys[];
   __shared__ Shared s;
+  uint4* keys = launched_memory<uint4>();
   await_previous();
   const int per_step = p.score_items + 1 + p.copy_items, warp = threadIdx.x / kWarp;
   const int step = blockIdx.x / per_step, item = blockIdx.x % per_step;

@@ -6,12 +6,14 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
+import sys
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from mor_kernels.ops.paged_attention import _parts
+from tests import emulator
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the kernels run in Triton's interpreter
@@ -21,6 +23,9 @@ if not torch.cuda.is_available():
 
         if hasattr(interpreter_builder.options, "sanitize_overflow"):  # it builds checks, and then drops them
             interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+
+if os.environ.get("MOR_EMULATE") == "1":  # the CUDA kernels on a CPU, too
+    sys.modules["mor_kernels._C"] = emulator.load()
 
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):
     # Two faults of its interpreter, either of which writes where a kernel doesn't: it sums int32 to int64, and a store

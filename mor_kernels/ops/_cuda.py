@@ -14,7 +14,7 @@ RESIDUALS = {"block": 0, "delta": 1, "none": 2}
 def launch(function, *arguments) -> None:
     """Call a launcher with the addresses of tensors (0 for None), dtypes by their code, and other arguments as they
     are; on the current stream."""
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    stream = 0 if hasattr(_C, "emulated") else torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     function(*map(_plain, arguments), stream)
 
 

@@ -1,10 +1,30 @@
-// Instructions of a warp that have no other name in C++: the tensor cores', and copies into shared memory that go on
-// beside the warp. Fragments are as the PTX manual has them for mma.m16n8k16; lane = 4 * g + t.
+// What has no other name in C++: the tensor cores' instructions, copies into shared memory that go on beside the warp,
+// hints to the L2 cache and to the compiler. Fragments are as the PTX manual has them for mma.m16n8k16; lane = 4g + t.
+// tests/emulator has the same for a CPU.
 #pragma once
 
 #include "common.cuh"
 
 namespace mor {
+
+// The shared memory that a launch asks for.
+template <class T>
+__device__ __forceinline__ T* launched_memory() {
+  extern __shared__ __align__(128) char memory[];
+  return reinterpret_cast<T*>(memory);
+}
+
+// Keeps what is known from being worked out again and again.
+__device__ __forceinline__ unsigned kept(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+template <class T>
+__device__ __forceinline__ const T* kept(const T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
@@ -85,6 +105,33 @@ __device__ __forceinline__ unsigned from_e4m3(unsigned pair) {
   const __half2 value = __hmul2(reinterpret_cast<const __half2&>(small), __float2half2_rn(256.0f));
   return reinterpret_cast<const unsigned&>(value) | __heq2_mask(__habs2(value), __float2half2_rn(480.0f));
 #endif
+}
+
+// What becomes of a line of the L2 cache: most rows that are scored stay until they are copied, and nothing else does.
+__device__ __forceinline__ unsigned long long to_stay() {
+  unsigned long long policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.6;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ unsigned long long to_leave() {
+  unsigned long long policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// 16 bytes, zeros where there are none
+__device__ __forceinline__ int4 load(const int4* from, bool there, unsigned long long policy) {
+  int4 bits{};
+  if (there)
+    asm volatile("ld.global.nc.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w) : "l"(from), "l"(policy));
+  return bits;
+}
+
+__device__ __forceinline__ void store(int4* to, const int4& bits, unsigned long long policy) {
+  asm volatile("st.global.L2::cache_hint.v4.s32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(bits.x), "r"(bits.y),
+               "r"(bits.z), "r"(bits.w), "l"(policy) : "memory");
 }
 
 }  // namespace mor

@@ -1,0 +1,77 @@
+#include <random>
+
+dim3 blockIdx, gridDim, blockDim;
+
+namespace emulator {
+
+std::vector<Fiber> fibers;
+int current, threads;
+alignas(128) char shared[kSharedBytes];
+Barrier of_warps[kMostThreads / kWarp], of_block;
+bool any_of_block;
+
+namespace {
+ucontext_t scheduler;
+std::function<void()> kernel;
+long progress;
+
+void pause() { swapcontext(&fibers[current].context, &scheduler); }
+
+void begin() {
+  kernel();
+  if (!fibers[current].open.empty()) fail("a thread ended with copies that belong to no group");
+  fibers[current].done = true;
+  ++progress;
+  pause();
+}
+}  // namespace
+
+void arrive(Barrier& barrier, int count) {
+  const long generation = barrier.generation;
+  if (++barrier.arrived == count) {
+    barrier.arrived = 0, ++barrier.generation, ++progress;
+    return;
+  }
+  while (barrier.generation == generation) pause();
+}
+
+void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body) {
+  static std::mt19937 random(1);
+  kernel = body, gridDim = grid, blockDim = block, threads = block.x;
+  if (threads % kWarp || threads > kMostThreads || bytes > sizeof(shared) || !grid.x || !grid.y) fail("bad launch");
+  if (int(fibers.size()) < threads) fibers.resize(threads);
+  std::vector<int> order(threads);
+  for (int i = 0; i < threads; ++i) order[i] = i;
+  for (unsigned number = 0; number < grid.x * grid.y; ++number) {
+    blockIdx = dim3(number % grid.x, number / grid.x);
+    std::memset(shared, 0xff, sizeof(shared));
+    for (int i = 0; i < threads; ++i) {
+      Fiber& fiber = fibers[i];
+      fiber.stack.resize(1 << 16);
+      fiber.done = false, fiber.index = dim3(i), fiber.groups.clear(), fiber.open.clear();
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+      makecontext(&fiber.context, begin, 0);
+    }
+    for (int left = threads, idle = 0; left;) {
+      const long before = progress;
+      if (random() % 4 == 0) std::shuffle(order.begin(), order.end(), random);
+      for (int i : order) {
+        if (fibers[i].done) continue;
+        current = i;
+        swapcontext(&scheduler, &fibers[i].context);
+        left -= fibers[i].done;
+      }
+      idle = progress == before ? idle + 1 : 0;
+      if (idle > 4) fail("deadlock: not all threads reach a barrier");
+    }
+  }
+}
+
+}  // namespace emulator
+
+// And the rest of what it calls.
+cudaError_t cudaGetDevice(int* index) { return *index = 0, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "refused by the emulator"; }
