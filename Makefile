@@ -22,7 +22,7 @@ test: env
 	OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests $(WORKERS)
 
 emulate: env
-	MOR_EMULATE=1 OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests/ops -k cpu-cuda $(WORKERS)
+	MOR_EMULATE=1 OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests/ops tests/decode -k cpu-cuda $(WORKERS)
 
 lint: env
 	$(VPY) -m ruff check .

@@ -37,8 +37,8 @@ struct Frequencies {
 template <int kThreads>
 struct Work {
   int64_t tokens;
-  int together;            // tokens of a block
-  Divisor token, share;    // threads of each
+  int together;          // tokens of a block
+  Divisor token, share;  // threads of each
 
   Work(int64_t tokens, int shares, int pieces)
       : tokens(tokens), together(std::max(kThreads / (shares * pieces), 1)), token(shares * pieces), share(pieces) {}

@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from mor_kernels.ops.paged_attention import _parts
-from tests import emulator
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the kernels run in Triton's interpreter
@@ -25,6 +24,8 @@ if not torch.cuda.is_available():
             interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 if os.environ.get("MOR_EMULATE") == "1":  # the CUDA kernels on a CPU, too
+    from tests import emulator
+
     sys.modules["mor_kernels._C"] = emulator.load()
 
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):

@@ -1,4 +1,4 @@
-"""The CUDA kernels of ``csrc/`` on a CPU: ``MOR_EMULATE=1 pytest tests/ops -k cpu-cuda`` runs every test of an operator
+"""The CUDA kernels of ``csrc/`` on a CPU: ``MOR_EMULATE=1 pytest tests -k cpu-cuda`` runs every test of an operator
 on them, for which g++ and the headers of CUDA suffice. It shows wrong indices, races with a copy and missing barriers,
 not what a GPU's memory does.
 """

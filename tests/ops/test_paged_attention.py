@@ -210,16 +210,17 @@ def test_a_schedule_has_each_key_of_each_tile_once(device, backend, longest, sev
     assert seen == list(range(queries))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", s.DEVICES)
 @pytest.mark.parametrize("backends", [("triton", "cuda"), ("cuda", "triton")], ids=" ".join)
-def test_kernels_read_each_others_schedules(backends):
-    if reason := unavailable("cuda", "paged_attention"):
-        pytest.skip(reason)
-    lens = torch.tensor([0, 3, 700, 5000, 64, 1300], dtype=torch.int32)
+def test_kernels_read_each_others_schedules(device, backends):
+    for backend in backends:
+        if reason := unavailable(backend, "paged_attention", device):
+            pytest.skip(reason)
+    lens = torch.tensor([0, 3, 700, 2000, 64, 1300], dtype=torch.int32)
     *caches, table, _ = pool(lens, 16, 2, 64, 0, torch.float16)
     q = s.normal((6, 6, 64), 1, torch.float16)
-    schedule = ops.attention_schedule(lens.cuda(), 6, 2, 6, backend=backends[0])
-    on_device = (t.cuda() for t in (q, *caches, table, lens))
+    schedule = ops.attention_schedule(lens.to(device), 6, 2, 6, backend=backends[0])
+    on_device = (t.to(device) for t in (q, *caches, table, lens))
     got = ops.paged_attention(*on_device, schedule=schedule, backend=backends[1])
     s.assert_close(got, reference.paged_attention(*(t.double() for t in (q, *caches)), table, lens), q.dtype, 0.5,
                    slack=torch.finfo(q.dtype).eps * 2)  # fmt: skip

@@ -44,15 +44,17 @@ def ranges_in(schedule: torch.Tensor, parts: int, groups: int) -> int:
 
 
 def most_ranges(groups: int, width: int, item_size: int, device: torch.device) -> int:
-    """As many, times ``groups``, as blocks of the CUDA kernel run at once."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 1
+    """As many, times ``groups``, as blocks of the CUDA kernel run at once; there are lines for as many cuts."""
     multiprocessors, major = _properties(device)
-    return min(max(multiprocessors * _blocks(width, item_size, major) // groups, 1), RANGES)
+    blocks = multiprocessors * _blocks(width, item_size, major) if multiprocessors else 3 * groups
+    return min(max(blocks // groups, 1), RANGES, wanted(groups))
 
 
 @functools.cache
 def _properties(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the first number of the compute capability; zeros for what stands in for a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0, 0
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.major
 
