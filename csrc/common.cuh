@@ -197,7 +197,7 @@ __device__ __forceinline__ float activate(float x, int activation) {
 
 struct Device {
   int multiprocessors;
-  bool early;         // a kernel can begin before the one before it is over
+  bool early;  // a kernel can begin before the one before it is over
 };
 
 // Of the current one.

@@ -27,7 +27,10 @@ const Device& device() {
     check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "device");
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, nothing), "device");
-    found.early = attributes.ptxVersion >= 90;  // else await_previous() isn't in the code
+    int driver;
+    check(cudaDriverGetVersion(&driver), "device");
+    // older drivers can't put such launches into a CUDA graph; older code has no await_previous()
+    found.early = driver >= 12030 && attributes.ptxVersion >= 90;
     known[index] = found;
     there[index] = true;
   }
