@@ -1,7 +1,8 @@
 # make demo, make test: each sets up .venv by itself, at the first run or when pyproject.toml or a CUDA kernel changed.
 # PY=/path/to/python chooses the interpreter to build it on, MOR_TORCH="..." the torch that pip installs there;
 # SOURCE=file is the text that the demo is trained on; MOR_CUDA=0 leaves the CUDA kernels out, see setup.py.
-# make emulate: the CUDA kernels' tests on a CPU, by tests/emulator.
+# make emulate: the CUDA kernels' tests on a CPU, by tests/emulator; make races: under g++'s ThreadSanitizer, which stops
+# at the first race between threads of a block.
 # make aot: the Triton kernels, compiled for A100 and H100 without a GPU, and what became of them; TRITON=3.6.0 does it
 # with that Triton, in a folder of its own, in place of the installed one.
 PY ?=
@@ -11,7 +12,7 @@ WORKERS = $(shell $(VPY) -c "import xdist; print('-n', 2)" 2>/dev/null)
 # OpenMP's spinning threads take milliseconds of a tiny operation on a busy machine
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test emulate lint aot env clean
+.PHONY: demo test emulate races lint aot env clean
 .DEFAULT_GOAL := test
 
 demo: env
@@ -23,6 +24,10 @@ test: env
 
 emulate: env
 	MOR_EMULATE=1 OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests/ops tests/decode -k cpu-cuda $(WORKERS)
+
+races: env
+	LD_PRELOAD=$$(g++ -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 log_path=stderr" MOR_EMULATE=races \
+	OMP_NUM_THREADS=1 setarch -R $(VPY) -m pytest -q -s tests/ops tests/decode -k "cpu-cuda and not many_lanes"
 
 lint: env
 	$(VPY) -m ruff check .

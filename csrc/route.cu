@@ -174,7 +174,7 @@ __device__ __forceinline__ unsigned threshold_by_bins(Shared& s, F each_key, int
     int greater = 0, equal = 0;
     const unsigned key = s.few[own];
     for (int other = 0; other < few; ++other) greater += s.few[other] > key, equal += s.few[other] == key;
-    if (greater < want && greater + equal >= want) s.threshold = key;  // equal ones write the same
+    if (greater < want && greater + equal >= want) atomicMax(&s.threshold, key);  // equal ones agree
   }
   __syncthreads();
   return s.threshold;

@@ -1,6 +1,7 @@
 """The CUDA kernels of ``csrc/`` on a CPU: ``MOR_EMULATE=1 pytest tests -k cpu-cuda`` runs every test of an operator
 on them, for which g++ and the headers of CUDA suffice. It shows wrong indices, races with a copy and missing barriers,
-not what a GPU's memory does.
+and under ThreadSanitizer (``make races``) every race between the threads of a block; not what a GPU's memory does, and
+not what blocks that run at once do to each other.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-fvisibili
          '-DMOR_ARCHITECTURES="a CPU"', '-DMOR_CUDA_VERSION="none"', "-include", "emulator.h", "-x", "c++")  # fmt: skip
 
 
-def load() -> ModuleType:
-    """``mor_kernels._C``, built anew where a source has changed."""
+def load(races: bool = False) -> ModuleType:
+    """``mor_kernels._C``, built anew where a source has changed; with ``races``, for ThreadSanitizer."""
     sources = sorted(p for p in (*ROOT.glob("csrc/*"), *HERE.glob("*")) if p.suffix in (".h", ".cuh", ".cu", ".cpp"))
-    digest = hashlib.sha256(repr(FLAGS).encode() + b"".join(p.name.encode() + p.read_bytes() for p in sources))
+    digest = hashlib.sha256(repr((FLAGS, races)).encode() + b"".join(p.name.encode() + p.read_bytes() for p in sources))
     built = ROOT / "build" / "emulator" / digest.hexdigest()[:16] / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:  # others may be building it, too
-            os.replace(_build(sources, Path(folder)), built)
+            os.replace(_build(sources, Path(folder), races), built)
     spec = importlib.util.spec_from_file_location("mor_kernels._C", built)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +43,7 @@ def load() -> ModuleType:
     return module
 
 
-def _build(sources: list[Path], folder: Path) -> Path:
+def _build(sources: list[Path], folder: Path, races: bool) -> Path:
     import pybind11
 
     for path in sources:  # side by side: a header is looked for beside the file that includes it
@@ -51,7 +52,11 @@ def _build(sources: list[Path], folder: Path) -> Path:
     includes = [f"-I{p}" for p in (_cuda_headers(), pybind11.get_include(), sysconfig.get_paths()["include"])]
     compiled = [p.name for p in sources if p.suffix in (".cu", ".cpp")]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        commands = [["g++", *includes, *FLAGS, "-c", name, "-o", f"{name}.o"] for name in compiled]
+        watched = {".cu": ["-fsanitize=thread", "-g"], ".cpp": ["-DMOR_RACES"]} if races else {}
+        commands = [
+            ["g++", *includes, *FLAGS, *watched.get(Path(name).suffix, []), "-c", name, "-o", f"{name}.o"]
+            for name in compiled
+        ]
         list(pool.map(lambda command: subprocess.run(command, cwd=folder, check=True), commands))
     subprocess.run(["g++", "-shared", *(f"{name}.o" for name in compiled), "-o", "_C.so"], cwd=folder, check=True)
     return folder / "_C.so"

@@ -1,5 +1,21 @@
 #include <random>
 
+#ifdef MOR_RACES
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned);
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+}
+#else
+static void* __tsan_get_current_fiber() { return nullptr; }
+static void* __tsan_create_fiber(unsigned) { return nullptr; }
+static void __tsan_switch_to_fiber(void*, unsigned) {}
+static void __tsan_acquire(void*) {}
+static void __tsan_release(void*) {}
+#endif
+
 dim3 blockIdx, gridDim, blockDim;
 
 namespace emulator {
@@ -14,11 +30,19 @@ namespace {
 ucontext_t scheduler;
 std::function<void()> kernel;
 long progress;
+void* launcher;        // as ThreadSanitizer sees it
+char before, after;    // a block
+constexpr unsigned kUnordered = 1;  // a switch that says nothing of who comes before whom
 
-void pause() { swapcontext(&fibers[current].context, &scheduler); }
+void pause() {
+  __tsan_switch_to_fiber(launcher, kUnordered);
+  swapcontext(&fibers[current].context, &scheduler);
+}
 
 void begin() {
+  __tsan_acquire(&before);
   kernel();
+  __tsan_release(&after);
   if (!fibers[current].open.empty()) fail("a thread ended with copies that belong to no group");
   fibers[current].done = true;
   ++progress;
@@ -28,11 +52,14 @@ void begin() {
 
 void arrive(Barrier& barrier, int count) {
   const long generation = barrier.generation;
+  char* order = &barrier.order[generation % 2];
+  __tsan_release(order);
   if (++barrier.arrived == count) {
     barrier.arrived = 0, ++barrier.generation, ++progress;
-    return;
+  } else {
+    while (barrier.generation == generation) pause();
   }
-  while (barrier.generation == generation) pause();
+  __tsan_acquire(order);
 }
 
 void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body) {
@@ -40,6 +67,9 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
   kernel = body, gridDim = grid, blockDim = block, threads = block.x;
   if (threads % kWarp || threads > kMostThreads || bytes > sizeof(shared) || !grid.x || !grid.y) fail("bad launch");
   if (int(fibers.size()) < threads) fibers.resize(threads);
+  launcher = __tsan_get_current_fiber();
+  for (Fiber& fiber : fibers)
+    if (!fiber.seen_as) fiber.seen_as = __tsan_create_fiber(0);
   std::vector<int> order(threads);
   for (int i = 0; i < threads; ++i) order[i] = i;
   for (unsigned number = 0; number < grid.x * grid.y; ++number) {
@@ -53,18 +83,21 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
       fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
       makecontext(&fiber.context, begin, 0);
     }
+    __tsan_release(&before);
     for (int left = threads, idle = 0; left;) {
       const long before = progress;
       if (random() % 4 == 0) std::shuffle(order.begin(), order.end(), random);
       for (int i : order) {
         if (fibers[i].done) continue;
         current = i;
+        __tsan_switch_to_fiber(fibers[i].seen_as, kUnordered);
         swapcontext(&scheduler, &fibers[i].context);
         left -= fibers[i].done;
       }
       idle = progress == before ? idle + 1 : 0;
       if (idle > 4) fail("deadlock: not all threads reach a barrier");
     }
+    __tsan_acquire(&after);
   }
 }
 

@@ -50,11 +50,13 @@ struct Fiber {
   dim3 index;
   std::vector<std::vector<Copy>> groups;  // copies under way, which arrive as late as they may
   std::vector<Copy> open;
+  void* seen_as = nullptr;  // by ThreadSanitizer
 };
 
 struct Barrier {
   int arrived = 0;
   long generation = 0;
+  char order[2];  // where ThreadSanitizer keeps who comes before whom: every other time, as a thread may run ahead
 };
 
 extern std::vector<Fiber> fibers;
@@ -141,23 +143,30 @@ T __reduce_max_sync(unsigned, T x) {
 inline void __syncwarp() { emulator::arrive(emulator::of_warps[emulator::current / 32], 32); }
 inline void __syncthreads() { emulator::arrive(emulator::of_block, emulator::threads); }
 inline int __syncthreads_or(bool x) {
-  emulator::any_of_block |= x;
+  if (x) __atomic_store_n(&emulator::any_of_block, true, __ATOMIC_RELAXED);
   __syncthreads();
-  const bool any = emulator::any_of_block;
+  const bool any = __atomic_load_n(&emulator::any_of_block, __ATOMIC_RELAXED);
   __syncthreads();
-  emulator::any_of_block = false;
+  __atomic_store_n(&emulator::any_of_block, false, __ATOMIC_RELAXED);
   __syncthreads();
   return any;
 }
 inline void __threadfence() {}
 
-template <class T, class U>
-T atomicAdd(T* at, U x) {
-  return std::exchange(*at, *at + x);
+// Threads take turns: between the two halves no other comes in.
+template <class T>
+T exchanged(T* at, T x) {
+  return __atomic_exchange_n(at, x, __ATOMIC_RELAXED);
 }
-inline int atomicMin(int* at, int x) { return std::exchange(*at, std::min(*at, x)); }
-inline int atomicMax(int* at, int x) { return std::exchange(*at, std::max(*at, x)); }
-inline unsigned atomicInc(unsigned* at, unsigned most) { return std::exchange(*at, *at >= most ? 0 : *at + 1); }
+template <class T>
+T now_at(T* at) {
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+inline int atomicAdd(int* at, int x) { return exchanged(at, now_at(at) + x); }
+inline int atomicMin(int* at, int x) { return exchanged(at, std::min(now_at(at), x)); }
+template <class T>
+T atomicMax(T* at, T x) { return exchanged(at, std::max(now_at(at), x)); }
+inline unsigned atomicInc(unsigned* at, unsigned most) { return exchanged(at, now_at(at) >= most ? 0 : now_at(at) + 1); }
 
 template <class T>
 const T& aligned(const T* at) {

@@ -187,7 +187,7 @@ def test_page_boundary(used):
     for length in range(1, 18):
         t = length - 1
         slot = table[0, t // 16].long() * 16 + t % 16
-        ops.kv_append_(tokens[t : t + 1], tokens[t : t + 1], k_cache, k_cache, slot[None])
+        ops.kv_append_(tokens[t : t + 1], tokens[t : t + 1], k_cache, k_cache.clone(), slot[None])
         k, _ = ops.kv_lookup(k_cache, k_cache, table, torch.tensor([0, length], dtype=torch.int32, device=used), length)
         assert torch.equal(k, tokens[:length])
     assert (k_cache[1] == 1e4).all()
@@ -199,7 +199,7 @@ def test_padding_lanes_write_nowhere(used):
     for slots in ([0, -1, 2], [-1, 0, 2], [-1, -1, -1]):
         cache = torch.full((1, 4, 1, 2), 7.0, device=used)
         new = s.normal((3, 1, 2), 0, torch.float32).to(used)
-        ops.kv_append_(new, new, cache, cache, torch.tensor(slots, device=used))
+        ops.kv_append_(new, new, cache, cache.clone(), torch.tensor(slots, device=used))
         for slot in range(4):
             want = new[slots.index(slot)] if slot in slots else torch.full((1, 2), 7.0, device=used)
             assert torch.equal(cache[0, slot], want)
@@ -211,9 +211,9 @@ def test_decode_after_prefill_leaves_old_bytes(used):
     cache = torch.full((4, 4, 1, 2), torch.nan, device=used)
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=used)  # recursion 1, recursion 2
     prefill, token = (s.normal((n, 1, 2), n, torch.float32).to(used) for n in (6, 1))
-    ops.kv_append_(prefill, prefill, cache, cache, torch.arange(6, device=used))
+    ops.kv_append_(prefill, prefill, cache, cache.clone(), torch.arange(6, device=used))
     before = cache.clone()
-    ops.kv_append_(token, token, cache, cache, torch.tensor([6], device=used))
+    ops.kv_append_(token, token, cache, cache.clone(), torch.tensor([6], device=used))
     changed = (cache.view(torch.int32) != before.view(torch.int32)).any(-1)[..., 0].flatten()
     assert changed.nonzero().flatten().tolist() == [6]
     k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 7, 7], dtype=torch.int32, device=used), 7)
