@@ -13,12 +13,7 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from ..kv import check_caches
 from . import eager
-from ._parts import ENTRY, most_parts, most_ranges, schedule_size
-
-
-def _empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
-    parts = most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q)
-    return k_lens.new_empty(schedule_size(parts, groups, most_ranges(groups, width, item_size, k_lens.device)))
+from ._parts import ENTRY, empty_schedule, most_parts, schedule_size
 
 
 def _too_wide(q, *_):
@@ -28,8 +23,8 @@ def _too_wide(q, *_):
 _schedule = define(
     "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, int width, int item_size, "
     "Tensor? rows, Tensor? cu_seqlens_q, str backend) -> Tensor",
-    fake=_empty_schedule,
-    eager=lambda *arguments: _empty_schedule(*arguments).zero_(),
+    fake=empty_schedule,
+    eager=lambda *arguments: empty_schedule(*arguments).zero_(),
     triton=deferred(f"{__name__}.triton", "schedule"),
     cuda=deferred(f"{__name__}.cuda", "schedule"),
 )

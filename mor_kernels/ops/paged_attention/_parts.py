@@ -38,6 +38,11 @@ def schedule_size(parts: int, groups: int, ranges: int) -> int:
     return parts * (FIELDS + groups) + ranges * ENTRY
 
 
+def empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q) -> torch.Tensor:
+    parts = most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q)
+    return k_lens.new_empty(schedule_size(parts, groups, most_ranges(groups, width, item_size, k_lens.device)))
+
+
 def ranges_in(schedule: torch.Tensor, parts: int, groups: int) -> int:
     """The reverse of :func:`schedule_size`."""
     return (schedule.shape[0] - schedule_size(parts, groups, 0)) // ENTRY
@@ -79,3 +84,10 @@ def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q) -> int
 def _most_queries(group: int) -> int:
     """The largest power of 2 of queries that fit into a tile."""
     return 1 << max(ROWS // group, 1).bit_length() - 1
+
+
+def unread(q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor, k_lens: torch.Tensor):
+    """The output where there is no key to read, empty or zeros; else None."""
+    if 0 in (q.numel(), k_cache.numel(), page_table.numel(), k_lens.numel()):
+        return q.new_zeros(q.shape)
+    return None

@@ -7,17 +7,16 @@ import torch
 from ... import _C
 from .._cuda import index_code, launch
 from .._layout import contiguous
-from ._parts import most_parts, most_ranges, queries_of_a_tile, ranges_in, schedule_size
+from ._parts import empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread
 
 LEAST_KEYS = 256  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts begin at multiples of so many
 
 
 def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
-    lanes, ranges = k_lens.shape[0], most_ranges(groups, width, item_size, k_lens.device)
+    lanes, out = k_lens.shape[0], empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
-    block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
-    out = k_lens.new_empty(schedule_size(parts, groups, ranges))
+    block_q, ranges = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q), ranges_in(out, parts, groups)
     launch(
         _C.attention_schedule, *contiguous(k_lens, rows, cu_seqlens_q), out, lanes, queries, parts, groups, block_q,
         UNIT, ranges, LEAST_KEYS // UNIT,
@@ -28,13 +27,11 @@ def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_
 def paged_attention(
     q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale
 ):
+    if (out := unread(q, k_cache, page_table, k_lens)) is not None:
+        return out
     n, heads, width = q.shape
     out = q.new_empty(q.shape)
     lanes, (page_size, groups) = k_lens.shape[0], k_cache.shape[1:3]
-    if out.numel() == 0:
-        return out
-    if 0 in (k_cache.numel(), page_table.numel(), lanes):
-        return out.zero_()
     code = 0
     if q_positions is not None:
         q_positions, code = index_code(q_positions.contiguous())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
+from ._parts import unread
 
 _ops = torch.ops.mor_kernels
 
@@ -27,9 +28,9 @@ def paged_attention(
     q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale
 ):
     _check(q, k_cache, page_table, k_lens, rows, cu_seqlens_q)
+    if (out := unread(q, k_cache, page_table, k_lens)) is not None:
+        return out
     n, lanes, device = q.shape[0], k_lens.shape[0], q.device
-    if 0 in (n, lanes, *page_table.shape):
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
     if rows is not None:
         k_lens = torch.where(rows >= 0, k_lens, 0)
         page_table = page_table[rows.clamp(min=0)]

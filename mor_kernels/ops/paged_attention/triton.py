@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._triton import from_e4m3, has_float8
-from ._parts import ENTRY, FIELDS, most_parts, most_ranges, queries_of_a_tile, schedule_size, wanted
+from ._parts import ENTRY, FIELDS, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -281,10 +281,9 @@ def _setting(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, 
 
 
 def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
-    lanes, ranges = k_lens.shape[0], most_ranges(groups, width, item_size, k_lens.device)
+    lanes, out = k_lens.shape[0], empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
-    block_q = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q)
-    out = k_lens.new_empty(schedule_size(parts, groups, ranges))
+    block_q, ranges = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q), ranges_in(out, parts, groups)
     _schedule[(1,)](
         k_lens.contiguous(), None if rows is None else rows.contiguous(),
         None if cu_seqlens_q is None else cu_seqlens_q.contiguous(), out, lanes, queries, parts, parts * groups,
@@ -297,13 +296,11 @@ def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_
 def paged_attention(
     q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale
 ):
+    if (out := unread(q, k_cache, page_table, k_lens)) is not None:
+        return out
     n, heads, width = q.shape
     out = q.new_empty(q.shape)
     lanes, (page_size, groups) = k_lens.shape[0], k_cache.shape[1:3]
-    if out.numel() == 0:
-        return out
-    if 0 in (k_cache.numel(), page_table.numel(), lanes):
-        return out.zero_()
     native = k_cache.dtype == torch.float8_e4m3fn and has_float8()
     q = q if q.stride(2) == 1 else q.contiguous()
     k_cache, v_cache, page_table = _rowwise(k_cache), _rowwise(v_cache), page_table.contiguous()
