@@ -117,8 +117,45 @@ def small_chunks(backend, monkeypatch, **sizes):
             monkeypatch.setattr(importlib.import_module("mor_kernels.ops.route.triton"), name, value)
 
 
+KINDS = ["tied", "normal", "close", "equal", "unknown"]
+
+
+def logits_of(kind, batch, length):
+    make = {"tied": s.tied, "equal": lambda *shape: torch.full(shape[0], -0.5)}
+    values = make.get(kind, s.normal)((batch, length), 0, torch.float32)
+    if kind == "close":  # neighbours among the numbers of fp32
+        values = (torch.tensor([1.0, -3.0]).view(torch.int32)[torch.arange(batch)[:, None] % 2]
+                  + (values * 40).to(torch.int32)).view(torch.float32)  # fmt: skip
+    if kind == "unknown":  # with infinities, zeros of both signs, and what is no number
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+        values = torch.where(values > 0.3, special.repeat(batch, length)[:, :length], values)
+    return values
+
+
 @s.targets("route")
-@pytest.mark.parametrize("logits", ["tied", "normal", "close", "equal", "unknown"])
+@pytest.mark.parametrize("logits", KINDS)
+def test_a_sequence_of_more_keys_than_a_block_holds(device, backend, logits):
+    """17,001 of them, more than the CUDA kernel holds in shared memory; equal ones are kept from the first on, and what
+    is no number never."""
+    if (device, backend) == ("cpu", "triton"):
+        pytest.skip("its own chunks are tested below, and this takes its interpreter minutes")
+    values = logits_of(logits, 2, 17001)
+    x, seqlens = s.normal((2, 17001, 2), 1, torch.float32), torch.tensor([17001, 16500])
+    there = ~values.isnan() & (torch.arange(17001) < seqlens[:, None])
+    ranked = torch.where(there, values.double().clamp(-1e39, 1e39), -torch.inf)
+    ranked = ranked.sort(dim=1, stable=True, descending=True).indices
+    for k in (1, 5667, 17000):
+        on_device = {"logits": values.to(device), "seqlens": seqlens.to(device)}
+        got = ops.route(x.to(device), None, k, backend=backend, **on_device)
+        assert got.counts.tolist() == there.sum(1).clamp(max=k).tolist()
+        for b, count in enumerate(got.counts.tolist()):
+            kept = ranked[b, :count].sort().values
+            assert torch.equal(got.indices[b].cpu(), torch.nn.functional.pad(kept, (0, k - count), value=-1))
+            assert torch.equal(got.rows[b, :count].cpu(), x[b, kept]) and not got.rows[b, count:].any()
+
+
+@s.targets("route")
+@pytest.mark.parametrize("logits", KINDS)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("ready", [False, True])
 def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, ready, monkeypatch):
@@ -126,14 +163,7 @@ def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, neste
     tell the logits apart."""
     small_chunks(backend, monkeypatch)
     batch, length, width = 4, 35, 500
-    make = {"tied": s.tied, "equal": lambda *shape: torch.full(shape[0], -0.5)}
-    values = make.get(logits, s.normal)((batch, length), 0, torch.float32)
-    if logits == "close":  # neighbours among the numbers of fp32
-        values = (torch.tensor([1.0, -3.0]).view(torch.int32)[torch.arange(batch)[:, None] % 2]
-                  + (values * 40).to(torch.int32)).view(torch.float32)  # fmt: skip
-    if logits == "unknown":  # with infinities, zeros of both signs, and what is no number
-        special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
-        values = torch.where(values > 0.3, special.repeat(batch, length)[:, :length], values)
+    values = logits_of(logits, batch, length)
     candidates = s.subset(batch, length, 1) if nested else None
     x, weight = s.normal((batch, length, width), 3, torch.float32), torch.eye(width)[0]
     x[:, :, 0] = values
