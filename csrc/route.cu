@@ -6,10 +6,9 @@
 // is there, so that they need neither fences nor counters, which would cost as much as the rows. Blocks start in the
 // order of their numbers, so nothing ever waits for what no block works on.
 //
-// The threshold of a choice: a histogram of the keys between the smallest and the largest tells in which bin it is, and
-// the keys of that bin, which are few, are ranked. Where they aren't, it is found two bits at a time, by counting how
-// many keys reach each of three numbers. What is above it is kept, and of what is at it as many as are wanted, from the
-// lowest position on. Keys of a sequence with too many of them to hold are worked out each time.
+// The k-th largest key is found by a histogram of the keys' upper 11 bits, then of the next 11 of those that share these,
+// then of the last 10. What is above it is kept, and of what is at it as many as are wanted, from the lowest position
+// on. Keys of a sequence with too many of them to hold are worked out each time.
 #include "instructions.cuh"
 
 namespace mor {
@@ -17,15 +16,12 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kKeys = 16384;          // of a sequence, in shared memory
-constexpr int kBlocks = 4;            // of a multiprocessor
-constexpr int kChunk = 4 * kThreads;  // keys
-constexpr int kOwn = 8;               // of a thread, read at once
+constexpr int kKeys = 8192;  // of a sequence, in shared memory
+constexpr int kBlocks = 4;   // of a multiprocessor
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
-constexpr int kFew = 1024;            // keys of a bin that can be ranked
-constexpr int kUnroll = 4;             // 16-byte loads a lane and row
-constexpr int kEmpty = -1;             // as fp32 a NaN that no logit is
-constexpr int kNone = -2;              // for what isn't kept
+constexpr int kUnroll = 4;  // 16-byte loads a lane and row
+constexpr int kEmpty = -1;  // as fp32 a NaN that no logit is
+constexpr int kNone = -2;   // for what isn't kept
 constexpr int kNaN = 0x7fc00000;
 
 struct Params {
@@ -46,11 +42,8 @@ struct Params {
 };
 
 struct alignas(16) Shared {
-  int counts[2][3][kWarps];  // every other time, so that one barrier a time is enough
   int histogram[kBins];
-  unsigned least[kWarps], most[kWarps], few[kFew];
-  int sums[kWarps], bin, before, found;
-  unsigned threshold;
+  int sums[kWarps], above[kWarps], tied[kWarps], bin, before, count;
 };
 
 // A sequence: its candidates, where they aren't all positions, and the end of its tokens.
@@ -98,208 +91,158 @@ __device__ __forceinline__ float gate_of(const Params& p, float logit) {
   return isnan(logit) ? 0.0f : bounded(score_of(logit, p.alpha, p.activation));
 }
 
-// A number that ranks as the logit does, or as its score rounded to T; 0 for what is never kept.
 template <class T>
-__device__ __forceinline__ unsigned key_of(const Params& p, float logit) {
-  if (p.largest > 0) logit = bounded(to_float(from_float<T>(score_of(logit, p.alpha, p.activation))), p.largest);
-  if (isnan(logit)) return 0;
-  const unsigned bits = __float_as_uint(logit == 0 ? 0.0f : logit);  // -0.0 ranks as 0.0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+__device__ __noinline__ int rounded_score(int word, float alpha, int activation, float largest) {
+  return __float_as_int(bounded(to_float(from_float<T>(score_of(__int_as_float(word), alpha, activation))), largest));
 }
 
-// The sums of three counts over the block; `turn` is another one each time.
-__device__ __forceinline__ void sum_counts(Shared& s, int turn, int& a, int& b, int& c) {
-  const int warp = threadIdx.x / kWarp;
-  a = __reduce_add_sync(kAll, a), b = __reduce_add_sync(kAll, b), c = __reduce_add_sync(kAll, c);
-  int(&counts)[3][kWarps] = s.counts[turn % 2];
-  if (threadIdx.x % kWarp == 0) counts[0][warp] = a, counts[1][warp] = b, counts[2][warp] = c;
-  __syncthreads();
-  const auto sum = [](const int(&of)[kWarps]) {
-    int total = 0;
-#pragma unroll
-    for (int other = 0; other < kWarps; other += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(of + other);
-      total += four.x + four.y + four.z + four.w;
-    }
-    return total;
-  };
-  a = sum(counts[0]), b = sum(counts[1]), c = sum(counts[2]);
+// A number that ranks as the logit does, or as its score rounded to T; 0 for NaN, which is never kept.
+template <class T>
+__device__ __forceinline__ unsigned key_of(const Params& p, int word) {
+  if (p.largest > 0) word = rounded_score<T>(word, p.alpha, p.activation, p.largest);
+  const unsigned bits = word == int(0x80000000) ? 0 : word;  // -0.0 ranks as 0.0
+  return isnan(__int_as_float(word)) ? 0 : bits ^ (0x80000000u | -(bits >> 31));
 }
 
-// The kept-th largest of the keys, of which so many are real, if few share its bin; else 0. The histogram is zeros;
-// each_key(f) calls f with each key of the thread.
-template <class F>
-__device__ __forceinline__ unsigned threshold_by_bins(Shared& s, F each_key, int kept, unsigned least, unsigned most) {
-  const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
-  least = __reduce_min_sync(kAll, least), most = __reduce_max_sync(kAll, most);
-  if (lane == 0) s.least[warp] = least, s.most[warp] = most;
-  if (t == 0) s.found = 0, s.threshold = 0;
-  __syncthreads();
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) least = min(least, s.least[other]), most = max(most, s.most[other]);
-  const int shift = max(32 - __clz(most - least) - kBinBits, 0);
-  each_key([&](unsigned key) {
-    if (key) atomicAdd(&s.histogram[(key - least) >> shift], 1);
-  });
-  __syncthreads();
-  // bins from the highest down, 8 a thread: how many keys reach each
-  int own[kBins / kThreads], total = 0;
-#pragma unroll
-  for (int o = 0; o < kBins / kThreads; ++o) total += own[o] = s.histogram[kBins - 1 - (t * (kBins / kThreads) + o)];
-  int before = total;
+// Finds the bin in which the want-th of the histogram's keys is, from the highest down, if there are so many, and leaves
+// zeros. Returns how many keys there are.
+__device__ __forceinline__ int find_bin(Shared& s, int want) {
+  constexpr int kEach = kBins / kThreads;
+  static_assert(kEach == 8 && kWarps == 8);
+  const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp, highest = kBins - 1 - t * kEach;
+  int4* bins = reinterpret_cast<int4*>(s.histogram + highest + 1 - kEach);
+  const int4 low = bins[0], high = bins[1];
+  bins[0] = bins[1] = int4{};
+  const int own[kEach] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+  const int sum = low.x + low.y + low.z + low.w + high.x + high.y + high.z + high.w;
+  int before = sum;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
     const int other = __shfl_up_sync(kAll, before, step);
     if (lane >= step) before += other;
   }
   if (lane == kWarp - 1) s.sums[warp] = before;
-  before -= total;
+  before -= sum;
   __syncthreads();
+  int total = 0;
 #pragma unroll
-  for (int other = 0; other < kWarps; ++other) before += other < warp ? s.sums[other] : 0;
+  for (int other = 0; other < kWarps; ++other) {
+    before += other < warp ? s.sums[other] : 0;
+    total += s.sums[other];
+  }
+  if (before < want && before + sum >= want) {
+    int o = 0;
 #pragma unroll
-  for (int o = 0; o < kBins / kThreads; ++o) {
-    if (before < kept && before + own[o] >= kept) s.bin = kBins - 1 - (t * (kBins / kThreads) + o), s.before = before;
-    before += own[o];
+    for (int next = 0; next < kEach - 1; ++next)
+      if (o == next && before + own[next] < want) before += own[next], ++o;
+    s.bin = highest - o, s.before = before;
+    s.count = own[0];
+#pragma unroll
+    for (int other = 1; other < kEach; ++other)
+      if (o == other) s.count = own[other];
   }
   __syncthreads();
-  const unsigned bin = s.bin;
-  const int few = s.histogram[bin], want = kept - s.before;
-  if (few > kFew) return 0;
-  each_key([&](unsigned key) {
-    if (key && (key - least) >> shift == bin) s.few[atomicAdd(&s.found, 1)] = key;
-  });
-  __syncthreads();
-  for (int own = t; own < few; own += kThreads) {
-    int greater = 0, equal = 0;
-    const unsigned key = s.few[own];
-    for (int other = 0; other < few; ++other) greater += s.few[other] > key, equal += s.few[other] == key;
-    if (greater < want && greater + equal >= want) atomicMax(&s.threshold, key);  // equal ones agree
-  }
-  __syncthreads();
-  return s.threshold;
+  return total;
 }
 
-// The choice of a sequence; its keys are in shared memory, with zeros up to a multiple of 4 a thread, if kCached.
+// The choice of a sequence; its keys are in shared memory if kCached. Each warp has a stretch of candidates.
 template <class T, bool kCached>
-__device__ void choose(const Params& p, Shared& s, uint4* keys, int b) {
+__device__ void choose(const Params& p, Shared& s, unsigned* keys, int b) {
+  constexpr int kOwn = kCached ? 8 : 12;  // keys of a thread that are read at once; more would spill
   const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
   const Sequence sequence(p, b);
   const int* words = p.words + int64_t(b) * p.scored;
-  const auto key_of_word = [&](int word) { return word == kNone ? 0u : key_of<T>(p, __int_as_float(word)); };
-  int turn = 0, real = 0, none = 0;
-  const int padded = ceil_div(p.scored, kChunk) * kChunk;
-  unsigned least = 0xffffffffu, most = 0;
-  for (int bin = t; bin < kBins; bin += kThreads) s.histogram[bin] = 0;
-  for (int first = t; first < padded; first += kOwn * kThreads) {
-    int word[kOwn];
+  const int stretch = ceil_div(p.scored, kThreads) * kWarp;
+  const int begin = min(warp * stretch, p.scored), end = min(begin + stretch, p.scored);
+  const int readable = sequence.candidates ? end : min(end, sequence.end);
+  // those of a lane at `first` and so on; NaN for what is no candidate, kEmpty for what isn't there yet
+  const auto read = [&](int (&own)[kOwn], int first) {
 #pragma unroll
-    for (int o = 0; o < kOwn; ++o) word[o] = sequence.position(first + o * kThreads) < 0 ? kNone : kEmpty;
-    for (bool missing = true; missing;) {  // all that are missing are asked for at once
+    for (int o = 0; o < kOwn; ++o) own[o] = first + o * kWarp < readable ? look(words + first + o * kWarp) : kNaN;
+    if (sequence.candidates) {
 #pragma unroll
       for (int o = 0; o < kOwn; ++o)
-        if (word[o] == kEmpty) word[o] = look(words + first + o * kThreads);
+        if (sequence.position(first + o * kWarp) < 0) own[o] = kNaN;
+    }
+  };
+  // f(i, key) for all of the warp's, a lane each, kOwn at a time so that memory is waited for once
+  const auto each_key = [&](auto f) {
+    for (int first = begin + lane; first - lane < end; first += kOwn * kWarp) {
+      int own[kOwn];
+      if constexpr (kCached) {
+#pragma unroll
+        for (int o = 0; o < kOwn; ++o) own[o] = first + o * kWarp < end ? int(keys[first + o * kWarp]) : 0;
+      } else {
+        read(own, first);
+      }
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o) f(first + o * kWarp, kCached ? unsigned(own[o]) : key_of<T>(p, own[o]));
+    }
+  };
+  for (int bin = t; bin < kBins; bin += kThreads) s.histogram[bin] = 0;
+  __syncthreads();
+  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp) {
+    int own[kOwn];
+    for (bool missing = true; missing;) {
+      read(own, first);
       missing = false;
 #pragma unroll
-      for (int o = 0; o < kOwn; ++o) missing |= word[o] == kEmpty;
+      for (int o = 0; o < kOwn; ++o) missing |= own[o] == kEmpty;
     }
 #pragma unroll
     for (int o = 0; o < kOwn; ++o) {
-      const int i = first + o * kThreads;
-      const unsigned key = key_of_word(word[o]);
-      if (kCached && i < padded) reinterpret_cast<unsigned*>(keys)[i] = key;
-      real += key != 0;
-      if (key) least = min(least, key), most = max(most, key);
+      const unsigned key = key_of<T>(p, own[o]);
+      if (kCached && first + o * kWarp < end) keys[first + o * kWarp] = key;
+      if (key) atomicAdd(&s.histogram[key >> (32 - kBinBits)], 1);
     }
   }
-  sum_counts(s, turn++, real, none, none);
-  const int kept = min(p.k, real);
 
-  // those from `first` on, `step` apart and before `end`; of words, all are read before one is needed
-  const auto read_keys = [&](unsigned (&own)[kOwn], int first, int step, int end) {
-    if constexpr (kCached) {
-#pragma unroll
-      for (int o = 0; o < kOwn; ++o)
-        own[o] = first + o * step < end ? reinterpret_cast<const unsigned*>(keys)[first + o * step] : 0u;
-    } else {
-      int word[kOwn];
-#pragma unroll
-      for (int o = 0; o < kOwn; ++o) {
-        const int i = first + o * step;
-        word[o] = i < end && sequence.position(i) >= 0 ? __ldcg(words + i) : kNone;
-      }
-#pragma unroll
-      for (int o = 0; o < kOwn; ++o) own[o] = key_of_word(word[o]);
+  // the largest number that `kept` keys reach, or one between it and the key below
+  unsigned threshold = p.k ? 0 : ~0u;
+  int kept = p.k;
+  for (int shift = 32 - kBinBits, want = kept; kept;) {
+    __syncthreads();
+    const int total = find_bin(s, want);
+    if (total <= want) {  // only at first
+      kept = total;
+      break;
     }
-  };
-  const auto each_key = [&](auto f) {
-    if constexpr (kCached) {
-#pragma unroll 2
-      for (int i = t; i < padded / 4; i += kThreads) {
-        const uint4 four = keys[i];
-        f(four.x), f(four.y), f(four.z), f(four.w);
-      }
-    } else {
-      for (int first = t; first < p.scored; first += kOwn * kThreads) {
-        unsigned own[kOwn];
-        read_keys(own, first, kThreads, p.scored);
-#pragma unroll
-        for (unsigned key : own) f(key);
-      }
-    }
-  };
-  unsigned threshold = 0;
-  if (kept && kept < real) threshold = threshold_by_bins(s, each_key, kept, least, most);
-  // the largest number that `kept` keys reach, or one that exactly so many reach if found earlier
-  int reached = threshold ? kept : real;  // by how many keys
-  for (int shift = 30; shift >= 0 && kept && reached != kept; shift -= 2) {
-    const unsigned one = threshold + (1u << shift), two = one + (1u << shift), three = two + (1u << shift);
-    int reach_one = 0, reach_two = 0, reach_three = 0;
-    each_key([&](unsigned key) {
-      reach_one += key >= one, reach_two += key >= two, reach_three += key >= three;
+    threshold |= unsigned(s.bin) << shift, want -= s.before;
+    if (s.count == want || !shift) break;  // all of the bin
+    const int known = shift;
+    shift = max(shift - kBinBits, 0);
+    each_key([&](int, unsigned key) {
+      if ((key ^ threshold) >> known == 0) atomicAdd(&s.histogram[key >> shift & (kBins - 1)], 1);
     });
-    sum_counts(s, turn++, reach_one, reach_two, reach_three);
-    if (reach_one >= kept) threshold = one, reached = reach_one;
-    if (reach_two >= kept) threshold = two, reached = reach_two;
-    if (reach_three >= kept) threshold = three, reached = reach_three;
   }
   threshold = max(threshold, 1u);  // 0 is no key
 
-  // each warp writes the kept of a stretch, from the slot on that those of stretches before it leave
-  const int stretch = ceil_div(p.scored, kChunk) * kChunk / kWarps;
-  const int begin = warp * stretch, end = kept ? min(begin + stretch, p.scored) : begin;
   int above = 0, tied = 0;
-  unsigned own[kOwn];
-  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp) {
-    read_keys(own, first, kWarp, end);
-#pragma unroll
-    for (unsigned key : own) above += key > threshold, tied += key == threshold;
-  }
+  each_key([&](int, unsigned key) { above += key > threshold, tied += key == threshold; });
   above = __reduce_add_sync(kAll, above), tied = __reduce_add_sync(kAll, tied);
-  int(&counts)[3][kWarps] = s.counts[turn % 2];
-  if (lane == 0) counts[0][warp] = above, counts[1][warp] = tied;
+  if (lane == 0) s.above[warp] = above, s.tied[warp] = tied;
   __syncthreads();
-  int want = kept;  // of what is at the threshold
-  above = tied = 0;
+  int want = kept, ties = 0, slot = 0;  // of what is at the threshold; of the next that is kept
+  tied = 0;                             // before the next
 #pragma unroll
   for (int other = 0; other < kWarps; ++other) {
-    want -= counts[0][other];
-    if (other < warp) above += counts[0][other], tied += counts[1][other];
+    want -= s.above[other], ties += s.tied[other];
+    if (other < warp) slot += s.above[other], tied += s.tied[other];
   }
+  slot += min(tied, want);
   int* slots = p.slots + int64_t(b) * p.k;
   const unsigned lower = (1u << lane) - 1;
-  for (int first = begin + lane; first - lane < end; first += kOwn * kWarp) {
-    read_keys(own, first, kWarp, end);
-#pragma unroll
-    for (int o = 0; o < kOwn; ++o) {
-      const unsigned key = own[o];
-      const unsigned all_above = __ballot_sync(kAll, key > threshold), all_tied = __ballot_sync(kAll, key == threshold);
-      const int tie = tied + __popc(all_tied & lower);
-      if (key > threshold || (key == threshold && tie < want))
-        __stcg(slots + above + __popc(all_above & lower) + min(tie, want), first + o * kWarp);
-      above += __popc(all_above), tied += __popc(all_tied);
+  each_key([&](int i, unsigned key) {
+    bool is_kept = key >= threshold;
+    if (ties > want) {  // the first of them
+      const unsigned all = __ballot_sync(kAll, key == threshold);
+      is_kept = key > threshold || (is_kept && tied + __popc(all & lower) < want);
+      tied += __popc(all);
     }
-  }
+    const unsigned all = __ballot_sync(kAll, is_kept);
+    if (is_kept) __stcg(slots + slot + __popc(all & lower), i);
+    slot += __popc(all);
+  });
   for (int j = kept + t; j < p.k; j += kThreads) __stcg(slots + j, kNone);
   if (t == 0) p.counts[b] = kept;
 }
@@ -308,7 +251,7 @@ __device__ void choose(const Params& p, Shared& s, uint4* keys, int b) {
 __device__ void repeat(const Params& p, Shared& s, int b) {
   const int64_t row = int64_t(b) * p.k;
   const Sequence sequence(p, b);
-  int kept = 0, none = 0;
+  int kept = 0;
   for (int j = threadIdx.x; j < p.k; j += kThreads) {
     const int64_t index = p.recorded[row + j];
     int64_t i = index >= 0 && index < p.length ? index : -1;
@@ -317,11 +260,16 @@ __device__ void repeat(const Params& p, Shared& s, int b) {
     __stcg(p.slots + row + j, i >= 0 ? int(i) : kNone);
     kept += i >= 0;
   }
-  sum_counts(s, 0, kept, none, none);
-  if (threadIdx.x == 0) p.counts[b] = kept;
+  kept = __reduce_add_sync(kAll, kept);
+  if (threadIdx.x % kWarp == 0) s.sums[threadIdx.x / kWarp] = kept;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    kept = 0;
+    for (int of_warp : s.sums) kept += of_warp;
+    p.counts[b] = kept;
+  }
 }
 
-// Ready logits, each by the thread that reads it first.
 __device__ void take_ready(const Params& p, int b) {
   const Sequence sequence(p, b);
   for (int i = threadIdx.x; i < p.scored; i += kThreads) {
@@ -414,7 +362,7 @@ __global__ void __launch_bounds__(kThreads) empty_kernel(int* words, int64_t n) 
 template <class T, class W, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks) route_kernel(const __grid_constant__ Params p) {
   __shared__ Shared s;
-  uint4* keys = launched_memory<uint4>();
+  unsigned* keys = launched_memory<unsigned>();
   await_previous();
   const int per_step = p.score_items + 1 + p.copy_items, warp = threadIdx.x / kWarp;
   const int step = blockIdx.x / per_step, item = blockIdx.x % per_step;
@@ -451,7 +399,7 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
   p.alpha = alpha, p.temperature = temperature, p.largest = largest, p.activation = activation;
   p.score_items = ready ? 0 : ceil_div(scored, kWarps);
   p.copy_items = ceil_div(k, kWarps);
-  const int keys = scored <= kKeys && !recorded ? ceil_div(scored, kChunk) * kChunk * int(sizeof(unsigned)) : 0;
+  const int keys = scored <= kKeys && !recorded ? scored * int(sizeof(unsigned)) : 0;
   const int64_t empty = int64_t(batch) * (scored + k);
   launch(empty_kernel, std::min<int64_t>(ceil_div<int64_t>(empty, kThreads), 8 * device().multiprocessors), kThreads, 0,
          false, stream, p.words, empty);

@@ -23,10 +23,12 @@ if not torch.cuda.is_available():
         if hasattr(interpreter_builder.options, "sanitize_overflow"):  # it builds checks, and then drops them
             interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
-if os.environ.get("MOR_EMULATE") in ("1", "races"):  # the CUDA kernels on a CPU, too
+if emulate := os.environ.get("MOR_EMULATE"):  # the CUDA kernels on a CPU, too
     from tests import emulator
 
-    sys.modules["mor_kernels._C"] = emulator.load(races=os.environ["MOR_EMULATE"] == "races")
+    if emulate not in ("1", "races"):
+        raise ValueError(f"MOR_EMULATE: expected 1 or races, got {emulate}")
+    sys.modules["mor_kernels._C"] = emulator.load(races=emulate == "races")
 
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):
     # Two faults of its interpreter, either of which writes where a kernel doesn't: it sums int32 to int64, and a store

@@ -24,6 +24,11 @@ def _always(*_) -> bool:
     return True
 
 
+def _few_bytes_or_one_block_chooses(x, weight, logits, candidates, *_) -> bool:
+    scored = x.shape[1] if candidates is None else candidates.shape[1]
+    return scored <= 4096 and (scored > 2048 or x.nbytes <= 32 * 2**20)
+
+
 def _at_most_half_kept(d_rows, d_gates, d_logits, x, *_) -> bool:
     return 2 * d_rows.shape[1] <= x.shape[1]
 
@@ -42,8 +47,11 @@ def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -
 
 CHOICES = {
     "route": Choice(
-        "B32 N2048 D960: k1365 0.0764 / 0.0733, k682 0.0618 / 0.0570; B16 N2048 D2048 k1024 0.0708 / 0.0704; sequences "
-        "of 16,384 and more, which one block chooses among, take up to 12 times as long"
+        "B16 N4096 D960 k2048 0.0681 / 0.0803: of more than 2,048 keys Triton's kernel chooses in parts. Of fewer, B32 "
+        "N2048 D960: k1365 0.0746 / 0.0716, k682 0.0598 / 0.0561; B16 N2048 D2048 k1024 0.0695 / 0.0701; B4 N2048 D960 "
+        "k1024 0.0153 / 0.0150, where the host's time counts for more. Of 8,192 keys 0.0810 / 0.0765, of 131,072 "
+        "0.3850 / 0.2370: the CUDA kernel's one block has too much to choose among",
+        _few_bytes_or_one_block_chooses,
     ),
     "route_backward": Choice(
         "B32 N2048 D960: k1365 0.1008 / 0.0990, k682 0.0918 / 0.0923; B16 N2048 D2048 k1024 0.0977 / 0.1002; B1 "

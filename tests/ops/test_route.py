@@ -134,17 +134,18 @@ def logits_of(kind, batch, length):
 
 @s.targets("route")
 @pytest.mark.parametrize("logits", KINDS)
-def test_a_sequence_of_more_keys_than_a_block_holds(device, backend, logits):
-    """17,001 of them, more than the CUDA kernel holds in shared memory; equal ones are kept from the first on, and what
-    is no number never."""
+@pytest.mark.parametrize("length", [5001, 17001])
+def test_sequences_of_many_keys(device, backend, logits, length):
+    """More of them than threads of the CUDA kernel read at once, and more than it holds in shared memory; equal ones
+    are kept from the first on, and what is no number never."""
     if (device, backend) == ("cpu", "triton"):
         pytest.skip("its own chunks are tested below, and this takes its interpreter minutes")
-    values = logits_of(logits, 2, 17001)
-    x, seqlens = s.normal((2, 17001, 2), 1, torch.float32), torch.tensor([17001, 16500])
-    there = ~values.isnan() & (torch.arange(17001) < seqlens[:, None])
+    values = logits_of(logits, 2, length)
+    x, seqlens = s.normal((2, length, 2), 1, torch.float32), torch.tensor([length, length - 501])
+    there = ~values.isnan() & (torch.arange(length) < seqlens[:, None])
     ranked = torch.where(there, values.double().clamp(-1e39, 1e39), -torch.inf)
     ranked = ranked.sort(dim=1, stable=True, descending=True).indices
-    for k in (1, 5667, 17000):
+    for k in (1, length // 3, length - 1):
         on_device = {"logits": values.to(device), "seqlens": seqlens.to(device)}
         got = ops.route(x.to(device), None, k, backend=backend, **on_device)
         assert got.counts.tolist() == there.sum(1).clamp(max=k).tolist()
