@@ -31,7 +31,7 @@ ROWS = [
     (2, 5, 1024, 0, BF16),
     (2, 40, 4100, 9, FP32),
 ]
-LONG = (1, 20000, 8, 7000, FP16)
+LONG = [(1, 20000, 8, 7000, FP16), (2, 5000, 8, 1700, BF16)]
 CACHES = [
     (16, 5, 15, 64, BF16), (64, 2, 14, 96, FP16), (1, 3, 3, 33, FP32), (7, 8, 16, 128, BF16), (16, 1, 8, 256, BF16),
     (16, 5, 15, 64, FP8), (3, 2, 6, 10, FP8),
@@ -54,7 +54,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def streams() -> None:
-    for batch, length, width, k, dtype in (*ROWS, LONG):
+    for batch, length, width, k, dtype in (*ROWS, *LONG):
         weight = normal(width).requires_grad_()
         for x in (normal(batch, length, width, dtype=dtype), strided(normal(batch, length, width, dtype=dtype))):
             x = x.requires_grad_()
