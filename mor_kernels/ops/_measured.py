@@ -47,10 +47,10 @@ def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -
 
 CHOICES = {
     "route": Choice(
-        "B16 N4096 D960 k2048 0.0681 / 0.0803: of more than 2,048 keys Triton's kernel chooses in parts. Of fewer, B32 "
-        "N2048 D960: k1365 0.0746 / 0.0716, k682 0.0598 / 0.0561; B16 N2048 D2048 k1024 0.0695 / 0.0701; B4 N2048 D960 "
-        "k1024 0.0153 / 0.0150, where the host's time counts for more. Of 8,192 keys 0.0810 / 0.0765, of 131,072 "
-        "0.3850 / 0.2370: the CUDA kernel's one block has too much to choose among",
+        "B16 N4096 D960 k2048 0.0682 / 0.0804: of more than 2,048 keys Triton's kernel chooses in parts. Of fewer, B32 "
+        "N2048 D960: k1365 0.0744 / 0.0732, k682 0.0597 / 0.0569; B16 N2048 D2048 k1024 0.0691 / 0.0703; B4 N2048 D960 "
+        "k1024 0.0153 / 0.0150, where the host's time counts for more. Of 16,384 keys 0.0893 / 0.0682, of 131,072 "
+        "0.3887 / 0.2367: one block of the CUDA kernel has too much to choose among",
         _few_bytes_or_one_block_chooses,
     ),
     "route_backward": Choice(

@@ -23,11 +23,12 @@ namespace emulator {
 std::vector<Fiber> fibers;
 int current, threads;
 alignas(128) char shared[kSharedBytes];
+size_t shared_bytes;
 Barrier of_warps[kMostThreads / kWarp], of_block;
 bool any_of_block;
 
 namespace {
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::function<void()> kernel;
 long progress;
 void* launcher;        // as ThreadSanitizer sees it
@@ -36,7 +37,15 @@ constexpr unsigned kUnordered = 1;  // a switch that says nothing of who comes b
 
 void pause() {
   __tsan_switch_to_fiber(launcher, kUnordered);
-  swapcontext(&fibers[current].context, &scheduler);
+  if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) void resume(Fiber& fiber) {
+  __tsan_switch_to_fiber(fiber.seen_as, kUnordered);
+  if (_setjmp(scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
 }
 
 void begin() {
@@ -64,7 +73,7 @@ void arrive(Barrier& barrier, int count) {
 
 void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body) {
   static std::mt19937 random(1);
-  kernel = body, gridDim = grid, blockDim = block, threads = block.x;
+  kernel = body, gridDim = grid, blockDim = block, threads = block.x, shared_bytes = bytes;
   if (threads % kWarp || threads > kMostThreads || bytes > sizeof(shared) || !grid.x || !grid.y) fail("bad launch");
   if (int(fibers.size()) < threads) fibers.resize(threads);
   launcher = __tsan_get_current_fiber();
@@ -74,11 +83,11 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
   for (int i = 0; i < threads; ++i) order[i] = i;
   for (unsigned number = 0; number < grid.x * grid.y; ++number) {
     blockIdx = dim3(number % grid.x, number / grid.x);
-    std::memset(shared, 0xff, sizeof(shared));
+    std::memset(shared, 0xff, bytes);
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[i];
       fiber.stack.resize(1 << 16);
-      fiber.done = false, fiber.index = dim3(i), fiber.groups.clear(), fiber.open.clear();
+      fiber.begun = fiber.done = false, fiber.index = dim3(i), fiber.groups.clear(), fiber.open.clear();
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
       makecontext(&fiber.context, begin, 0);
@@ -90,8 +99,7 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
       for (int i : order) {
         if (fibers[i].done) continue;
         current = i;
-        __tsan_switch_to_fiber(fibers[i].seen_as, kUnordered);
-        swapcontext(&scheduler, &fibers[i].context);
+        resume(fibers[i]);
         left -= fibers[i].done;
       }
       idle = progress == before ? idle + 1 : 0;

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -44,9 +45,10 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // to begin with
+  jmp_buf place;       // afterwards, without the system calls of a change of contexts
   std::vector<char> stack;
-  bool done;
+  bool begun, done;
   dim3 index;
   std::vector<std::vector<Copy>> groups;  // copies under way, which arrive as late as they may
   std::vector<Copy> open;
@@ -62,6 +64,7 @@ struct Barrier {
 extern std::vector<Fiber> fibers;
 extern int current, threads;
 extern char shared[kSharedBytes];
+extern size_t shared_bytes;  // of it, as many as the launch asked for
 extern Barrier of_warps[kMostThreads / kWarp], of_block;
 extern bool any_of_block;
 

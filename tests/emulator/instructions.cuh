@@ -13,12 +13,12 @@ T kept(T x) { return x; }
 
 inline unsigned shared_address(const void* p) {
   const auto at = static_cast<const char*>(p) - emulator::shared;
-  if (at < 0 || at >= emulator::kSharedBytes) emulator::fail("an address isn't of the memory that the launch asked for");
+  if (at < 0 || at >= emulator::shared_bytes) emulator::fail("an address isn't of the memory that the launch asked for");
   return unsigned(at);
 }
 
 inline char* shared_at(unsigned address, unsigned unit = 16) {
-  if (address % unit || address + unit > emulator::kSharedBytes) emulator::fail("a bad address of shared memory");
+  if (address % unit || address + unit > emulator::shared_bytes) emulator::fail("a bad address of shared memory");
   return emulator::shared + address;
 }
 
