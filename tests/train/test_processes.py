@@ -28,3 +28,25 @@ def test_killed_at_any_moment(data, tmp_path, kind, stride):
 
 def test_two_processes_equal_two_micro_steps(data, tmp_path):
     assert "two processes equal two micro-steps" in run("parallel", data, tmp_path)
+
+
+def test_nothing_holds_the_process_group():
+    """One that is held keeps gloo's threads running while the interpreter ends, which aborts some runs."""
+    script = """
+import gc, sys
+import torch.distributed as dist
+from mor_kernels.train.loop import processes
+
+with processes("cpu"):
+    import torch._dynamo  # as an optimizer does
+    group = dist.group.WORLD
+    dist.barrier()
+gc.collect()
+sys.exit(0 if sys.getrefcount(group) <= 2 else f"{sys.getrefcount(group)} references")  # the name's, and the argument
+"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
