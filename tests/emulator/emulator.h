@@ -191,7 +191,6 @@ inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __int_as_float(int x) { return __uint_as_float(unsigned(x)); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
   const uint64_t both = uint64_t(high) << 32 | low;

@@ -102,13 +102,15 @@ def test_what_was_measured_is_what_is_chosen():
         assert {"triton", "cuda"} <= _dispatch._implementations[op].keys(), f"{op}: there is nothing to choose"
     stream, kept, few = torch.empty(1, 8, 1), torch.empty(1, 5, 1), torch.empty(1, 4, 1)
     gradients = [stream, stream, None, None, None, torch.float32]
+    weight, logits = torch.empty(1), torch.empty(1, 8)
     many, long = (torch.empty(shape, device="meta") for shape in ((32, 2048, 960), (16, 4096, 960)))
     for op, arguments, first in [
         ("gather", [], "triton"),
-        ("route", [stream, None, None, None], "cuda"),
-        ("route", [many, None, None, None], "triton"),
-        ("route", [long, None, None, None], "cuda"),
-        ("route", [long, None, None, torch.empty(16, 1024, device="meta")], "triton"),
+        ("route", [stream, weight, None, None], "cuda"),
+        ("route", [stream, None, logits, None], "triton"),
+        ("route", [many, weight, None, None], "triton"),
+        ("route", [long, weight, None, None], "cuda"),
+        ("route", [long, weight, None, torch.empty(16, 1024, device="meta")], "triton"),
         ("scatter_back", [stream, kept], "cuda"),
         ("scatter_back_backward", [*gradients, "delta"], "cuda"),
         ("scatter_back_backward", [*gradients, "block"], "triton"),
