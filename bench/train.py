@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.harness import Case, Implementation, Samples, _elapsed, close, command_line, on_gpu, require
 from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.model.convert import separate
 from mor_kernels.train.loop import Captured, parameters_in
 
 CASES = {
@@ -60,61 +61,84 @@ KERNELS = {
 }
 
 
-def plain_loss(model: MoR, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
-    """The loss of `model` on (B, N) tokens, all positions real, computed by PyTorch alone (no router, or expert-choice
-    with linear routers; keys and values recursion-wise)."""
-    config = model.config
-    batch, length = ids.shape
-    angles = torch.arange(length, device=ids.device)[:, None] * config.rope_theta ** (
-        -torch.arange(0, config.head_dim, 2, device=ids.device) / config.head_dim
-    )
-    table = torch.stack((angles.cos(), angles.sin()))  # (2, N, d/2)
+class Plain(torch.nn.Module):
+    """A MoR's parameters, by the names of a Hugging Face Llama, and its loss computed by PyTorch alone (no router, or
+    expert-choice with linear routers; keys and values recursion-wise; no padding)."""
 
-    def rotate(x, positions):
-        cos, sin = (t[positions][:, :, None].to(x.dtype) for t in table)
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    def __init__(self, model: MoR):
+        super().__init__()
+        self.config = model.config
+        state = separate(model.state_dict(), model.config)
+        self.weights = torch.nn.ParameterDict({name.replace(".", "/"): value.clone() for name, value in state.items()})
 
-    def apply(layer, x, positions):
-        attention, h = layer.self_attn, layer.input_layernorm(x)
-        q, k, v = (linear(h).unflatten(-1, (-1, config.head_dim))
-                   for linear in (attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
-        q, k = rotate(q, positions), rotate(k, positions)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
+        config = self.config
+        batch, length = ids.shape
+        angles = torch.arange(length, device=ids.device)[:, None] * config.rope_theta ** (
+            -torch.arange(0, config.head_dim, 2, device=ids.device) / config.head_dim
         )
-        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
-        h = layer.post_attention_layernorm(x)
-        return x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+        table = torch.stack((angles.cos(), angles.sin()))  # (2, N, d/2)
 
-    everyone = torch.arange(length, device=ids.device).expand(batch, length)
-    x = apply(model.layers[0], model.embed_tokens(ids), everyone)
-    losses, kept = [], everyone
-    for r, layers in enumerate(config.recursion_layers):
-        rows, gates = x, None
-        if config.router == "expert_choice":
-            candidates = x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))
-            logits = candidates.float() @ model.routers[r].weight[0].float()
-            places = logits.topk(ks[r], sorted=False).indices.sort().values if r else everyone
-            chosen = torch.zeros_like(logits).scatter(1, places, 1)
-            losses.append(F.binary_cross_entropy_with_logits(logits, chosen))
-            gates = config.alpha * logits.gather(1, places).sigmoid()
-            kept = kept.gather(1, places)
-            rows = candidates.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
-        for layer in layers:
-            rows = apply(model.layers[layer], rows, kept)
-        if gates is None:
-            x = rows
-        else:
-            x = x.scatter_add(1, kept[..., None].expand_as(rows), (gates[..., None] * rows).to(x.dtype))
-    x = apply(model.layers[-1], x, everyone)
-    scores = F.linear(model.norm(x), model.head_weight)
-    loss = F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
-    return loss + config.aux_coeff * sum(losses) if losses else loss
+        def weight(name):
+            return self.weights[f"{name}.weight".replace(".", "/")]
+
+        def linear(x, name):
+            return F.linear(x, weight(name))
+
+        def norm(x, name):
+            return F.rms_norm(x, (config.hidden_size,), weight(name), config.rms_norm_eps)
+
+        def rotate(x, positions):
+            cos, sin = (t[positions][:, :, None].to(x.dtype) for t in table)
+            first, second = x.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+        def apply(layer, x, positions):
+            attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+            h = norm(x, f"layers.{layer}.input_layernorm")
+            q, k, v = (linear(h, f"{attention}.{name}_proj").unflatten(-1, (-1, config.head_dim)) for name in "qkv")
+            q, k = rotate(q, positions), rotate(k, positions)
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+            )
+            x = x + linear(out.transpose(1, 2).flatten(2), f"{attention}.o_proj")
+            h = norm(x, f"layers.{layer}.post_attention_layernorm")
+            h = F.silu(linear(h, f"{mlp}.gate_proj")) * linear(h, f"{mlp}.up_proj")
+            return x + linear(h, f"{mlp}.down_proj")
+
+        everyone = torch.arange(length, device=ids.device).expand(batch, length)
+        x = apply(0, F.embedding(ids, weight("embed_tokens")), everyone)
+        losses, kept = [], everyone
+        for r, layers in enumerate(config.recursion_layers):
+            rows, gates = x, None
+            if config.router == "expert_choice":
+                candidates = x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))
+                logits = candidates.float() @ weight(f"routers.{r}")[0].float()
+                places = logits.topk(ks[r], sorted=False).indices.sort().values if r else everyone
+                chosen = torch.zeros_like(logits).scatter(1, places, 1)
+                losses.append(F.binary_cross_entropy_with_logits(logits, chosen))
+                gates = config.alpha * logits.gather(1, places).sigmoid()
+                kept = kept.gather(1, places)
+                rows = candidates.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+            for layer in layers:
+                rows = apply(layer, rows, kept)
+            if gates is None:
+                x = rows
+            else:
+                x = x.scatter_add(1, kept[..., None].expand_as(rows), (gates[..., None] * rows).to(x.dtype))
+        x = apply(config.num_unique_layers - 1, x, everyone)
+        scores = linear(norm(x, "norm"), "embed_tokens")
+        loss = F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+        return loss + config.aux_coeff * sum(losses) if losses else loss
 
 
-def our_loss(model: MoR, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
-    return model(ids, targets=targets, ks=ks, logits=False).loss
+class Ours(torch.nn.Module):
+    def __init__(self, model: MoR):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
+        return self.model(ids, targets=targets, ks=ks, logits=False).loss
 
 
 class Step:
@@ -122,31 +146,35 @@ class Step:
 
     def __init__(self, inputs: SimpleNamespace, how: str):
         torch.manual_seed(0)
-        self.model = MoR(inputs.config).to(inputs.ids.device)
-        self.inputs, self.loss = inputs, our_loss
-        if how == "plain":
-            self.loss = torch.compile(plain_loss, fullgraph=True, dynamic=False)
-        elif how == "plain eager":
-            self.loss = plain_loss
-        elif how.startswith("ours"):
-            self.model.compile_rows()
-        self.captured = None
-        if how == "ours, graph":
-            self.captured = Captured(self.model.parameters(), self.backward)
+        with torch.device(inputs.ids.device):
+            model = MoR(inputs.config)
+        self.inputs, self.how = inputs, how
+        if how.startswith("plain"):
+            self.model = Plain(model)
+            self.loss = torch.compile(self.model, fullgraph=True, dynamic=False) if how == "plain" else self.model
+        else:
+            self.model = self.loss = Ours(model)
+        if how in ("ours", "ours, graph"):
+            model.compile_rows()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
                                            fused=inputs.ids.is_cuda)  # fmt: skip
+        self.captured = Captured(self.model.parameters(), self.backward) if how == "ours, graph" else None
 
-    def backward(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def backward(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor]:
         inputs, config = self.inputs, self.inputs.config
         backend = SDPBackend.FLASH_ATTENTION if dtype != torch.float32 else SDPBackend.EFFICIENT_ATTENTION
         with parameters_in(self.model, dtype), sdpa_kernel([backend, SDPBackend.MATH]):
-            loss = self.loss(self.model, inputs.ids, inputs.targets, config.kept(inputs.ids.shape[1]))
+            loss = self.loss(inputs.ids, inputs.targets, config.kept(inputs.ids.shape[1]))
             loss.backward()
         return (loss.detach(),)
 
     def gradients(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
         (loss,) = self.captured() if self.captured else self.backward(dtype)
-        return {"loss": loss, **{name: parameter.grad for name, parameter in self.model.named_parameters()}}
+        if self.how.startswith("plain"):
+            found = {name.replace("/", "."): p.grad for name, p in self.model.weights.items()}
+        else:
+            found = separate({name: p.grad for name, p in self.model.model.named_parameters()}, self.inputs.config)
+        return {"loss": loss, **found}
 
     def __call__(self) -> None:
         self.captured() if self.captured else self.backward()

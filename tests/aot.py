@@ -160,6 +160,7 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.rope, q, whole(B, N, dtype=torch.int32))
     fused = floats(B, N, 25 * 64, dtype=BF16).unflatten(-1, (25, 64))
     yield partial(ops.rope, fused.split([15, 5, 5], dim=2)[:2], whole(N).expand(B, N))
+    yield partial(ops.rope_qkv, fused, 15, whole(B, N))
     yield partial(ops.rope, floats(B, 15, N, 64, dtype=BF16).transpose(1, 2), whole(B, N))
     for width in (2, 10):
         yield partial(ops.rope, floats(B * N, 1, width), whole(B * N))

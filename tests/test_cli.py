@@ -173,7 +173,7 @@ def test_every_option_of_train_reaches_its_place(run, text, tmp_path):
         assert main(["train", str(tmp_path / out), *arguments]) == 0
     tokens, model = Tokens(tmp_path / "a" / "data"), MoR.from_pretrained(tmp_path / "a" / "model")
     assert len(tokens) == 900 and tokens.tokenizer_file.read_bytes() == tokenizer.read_bytes()
-    assert torch.equal(model.layers[1].mlp.up_proj.weight, dense.layers[3].mlp.up_proj.weight)
+    assert torch.equal(model.layers[1].mlp.gate_up_proj.weight, dense.layers[3].mlp.gate_up_proj.weight)
     again = MoR.from_pretrained(tmp_path / "b" / "model").state_dict()
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())  # seeded
 

@@ -134,13 +134,15 @@ class Plan:
         """() int64, see ops.Taken."""
         return self.rows.new_zeros(()) if self.taken is None else self.taken.refused
 
-    def attend(self, slot: int, project, positions: Tensor, theta: float) -> Tensor:
+    def attend(self, slot: int, project, heads: int, positions: Tensor, theta: float) -> Tensor:
         """Attention at layer `slot` of the pool for n tokens' queries; see model.layers.Attend."""
         if self.taken is None:
-            (q,) = project(keys=False)
-            q = ops.rope(q, positions, theta)
+            q = ops.rope(project(keys=False), positions, theta)
         else:
-            q = self.pool.append(slot, *project(), self.taken.slots, positions, theta)
+            projected = project()
+            groups = (projected.shape[1] - heads) // 2
+            q, k, v = projected.split((heads, groups, groups), 1)
+            q = self.pool.append(slot, q, k, v, self.taken.slots, positions, theta)
         lanes = {"rows": self.rows, "cu_seqlens_q": self.cu_seqlens}
         if self.schedule is None:
             heads, k_cache = q.shape[1], self.pool.k[0]

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from .config import MoRConfig
 
+# A matrix of the model, which one product serves, and the matrices that files hold in its place, as Hugging Face does.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 INITS = ("stepwise", "average", "lower", "upper", "random")
 
 
@@ -21,6 +23,31 @@ def read_dense(dense) -> dict[str, torch.Tensor]:
             raise FileNotFoundError(f"{dense}: expected a folder with *.safetensors files, found none")
         dense = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name.removeprefix("model."): tensor for name, tensor in dense.items() if "rotary_emb" not in name}
+
+
+def separate(tensors: dict[str, torch.Tensor], config: MoRConfig) -> dict[str, torch.Tensor]:
+    """What is named as a model's parameters are (its state dict, their gradients), as it is named in files. Views."""
+    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    sizes = {"qkv_proj": (queries, keys, keys), "gate_up_proj": (config.intermediate_size,) * 2}
+    separated = {}
+    for name, tensor in tensors.items():
+        joined = next((joined for joined in JOINED if f".{joined}." in name), None)
+        if joined:
+            parts = tensor.split(sizes[joined])
+            separated |= {name.replace(joined, part): piece for part, piece in zip(JOINED[joined], parts)}
+        else:
+            separated[name] = tensor
+    return separated
+
+
+def join(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`separate`."""
+    joined = dict(tensors)
+    for whole, parts in JOINED.items():
+        for name in [name for name in joined if f".{parts[0]}." in name]:
+            pieces = [joined.pop(name.replace(parts[0], part)) for part in parts]
+            joined[name.replace(parts[0], whole)] = torch.cat(pieces)
+    return joined
 
 
 def _sources(pool: list[int], shared: list[int], unrolled: list[int], init: str) -> dict[int, list[int]]:

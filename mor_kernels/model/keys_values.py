@@ -29,12 +29,10 @@ class KeyValues:
         if before and (strategy == "shared" or hybrid_base == "first"):
             self.base = before.base
 
-    def attend(self, slot, project, positions, theta):
+    def attend(self, slot, project, heads, positions, theta):
         if self.strategy == "shared" and not self.first:
-            (q,) = project(keys=False)
-            return self.over_all(ops.rope(q, positions, theta), *self.given[slot])
-        q, k, v = project()
-        q, k = ops.rope((q, k), positions, theta)
+            return self.over_all(ops.rope(project(keys=False), positions, theta), *self.given[slot])
+        q, k, v = ops.rope_qkv(project(), heads, positions, theta)
         if self.first or self.strategy == "recursion_wise":
             if self.strategy != "recursion_wise":
                 self.base.setdefault(slot, (k, v))

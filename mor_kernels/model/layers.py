@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,11 @@ from torch import nn
 from ..ops._numeric import wide
 from .config import MoRConfig
 
-# project(keys=True) -> the queries (..., H, d) of tokens, and their keys and values (..., G, d) unless keys=False
-Project = Callable[..., Sequence[torch.Tensor]]
-# attend(project, positions, theta) -> like the queries: attention for tokens at positions (...). Queries and keys come as
-# they were projected: attend applies ops.rope, together where it needs both.
-Attend = Callable[[Project, torch.Tensor, float], torch.Tensor]
+# project(keys=True) -> (..., H + 2G, d), queries, keys and values of tokens as they were projected; without keys (..., H, d)
+Project = Callable[..., torch.Tensor]
+# attend(project, heads, positions, theta) -> (..., H, d), attention for tokens at positions (...); it turns queries and
+# keys by their positions
+Attend = Callable[[Project, int, torch.Tensor, float], torch.Tensor]
 # adapter("q" | "v", x) -> what a recursion adds to that projection
 Adapter = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -24,21 +24,30 @@ class Attention(nn.Module):
     def __init__(self, config: MoRConfig):
         super().__init__()
         width, d = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * d, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * d, width, bias=False)
+        self.heads, self.groups, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
+        self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.groups) * d, bias=False)
+        self.o_proj = nn.Linear(self.heads * d, width, bias=False)
+
+    def project(self, x, adapter: Adapter | None, keys: bool):
+        """(n, D) -> (n, (H + 2G) d), or (n, H d) without keys."""
+        q_width, k_width = self.heads * self.head_dim, self.groups * self.head_dim
+        weight = self.qkv_proj.weight if keys else self.qkv_proj.weight[:q_width]
+        y = F.linear(x, weight)
+        if adapter is not None:
+            q = adapter("q", x)
+            y = y + (torch.cat((q, q.new_zeros(len(q), k_width), adapter("v", x)), -1) if keys else q)
+        return y
 
 
 class MLP(nn.Module):
     def __init__(self, config: MoRConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -54,25 +63,20 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
-        self.head_dim, self.theta = config.head_dim, config.rope_theta
+        self.theta = config.rope_theta
 
     def forward(self, x, positions, attend: Attend, adapter: Adapter | None = None):
         rows = x.flatten(0, -2)
 
         def project(keys=True):
-            projected = self.before_attention(rows, adapter, keys)
-            return [y.view(*x.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in projected]
+            y, d = self.before_attention(rows, adapter, keys), self.self_attn.head_dim
+            return y.view(*x.shape[:-1], y.shape[-1] // d, d)
 
-        attended = attend(project, positions, self.theta)
+        attended = attend(project, self.self_attn.heads, positions, self.theta)
         return self.after_attention(rows, attended.flatten(-2).flatten(0, -2)).view(x.shape)
 
     def before_attention(self, rows, adapter: Adapter | None, keys: bool):
-        x, attention = self.input_layernorm(rows), self.self_attn
-        q = attention.q_proj(x) if adapter is None else attention.q_proj(x) + adapter("q", x)
-        if not keys:
-            return (q,)
-        v = attention.v_proj(x) if adapter is None else attention.v_proj(x) + adapter("v", x)
-        return q, attention.k_proj(x), v
+        return self.self_attn.project(self.input_layernorm(rows), adapter, keys)
 
     def after_attention(self, rows, attended):
         x = rows + self.self_attn.o_proj(attended)

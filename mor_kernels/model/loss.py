@@ -22,10 +22,11 @@ def rows_loss_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     scores = logits.to(wide(logits.dtype))
     given, targets = targets >= 0, targets.clamp(min=0)[:, None]
     log_sums = scores.logsumexp(1, keepdim=True)
-    total = torch.where(given, (log_sums - scores.gather(1, targets))[:, 0], 0).sum()
-    chosen = torch.arange(logits.shape[1], device=logits.device) == targets
-    logits.copy_(torch.where(given[:, None], (scores - log_sums).exp() - chosen.to(scores.dtype), 0))
-    return total
+    losses = log_sums - scores.gather(1, targets)
+    given = given[:, None]
+    logits.copy_(torch.where(given, (scores - log_sums).exp(), 0))
+    logits.scatter_(1, targets, torch.where(given, torch.expm1(-losses), 0).to(logits.dtype))
+    return torch.where(given, losses, 0).sum()
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

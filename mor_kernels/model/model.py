@@ -18,7 +18,7 @@ from .. import ops
 from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from .config import MoRConfig
-from .convert import dense_to_recursive, read_dense
+from .convert import dense_to_recursive, join, read_dense, separate
 from .keys_values import BatchedKeyValues, PackedKeyValues
 from .layers import Layer, LoRA, Router, for_any_rows, mixed_adapter
 from .loss import linear_cross_entropy, rows_loss_
@@ -98,7 +98,7 @@ class MoR(nn.Module):
             x: (..., D); positions: (...) absolute.
             recursion: its number from 0; or (n,) int64 for tokens (n, D) at different recursions, where all recursions
                 share their layers (sharing "cycle" and "middle_cycle").
-            attend: attend(slot, project, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
+            attend: attend(slot, project, heads, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
         """
         mixed = isinstance(recursion, torch.Tensor)
         for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
@@ -449,7 +449,8 @@ class MoR(nn.Module):
         """Write ``config.json`` and ``model.safetensors``, each aside and then renamed."""
         os.makedirs(directory, exist_ok=True)
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, weights + ".tmp", {"format": "pt"})
+        state = separate(self.state_dict(), self.config)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights + ".tmp", {"format": "pt"})
         os.replace(weights + ".tmp", weights)
         with open(config + ".tmp", "w") as file:
             json.dump(self.config.to_dict(), file, indent=2)
@@ -476,8 +477,8 @@ class MoR(nn.Module):
         return model
 
     def load_checked(self, state: dict[str, torch.Tensor], source: str) -> None:
-        """Load a state dict whose names and shapes are this model's, or say what differs."""
-        own = self.state_dict()
+        """Load a state dict whose names and shapes are those of this model's file, or say what differs."""
+        own = separate(self.state_dict(), self.config)
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
             raise ValueError(
@@ -488,7 +489,7 @@ class MoR(nn.Module):
                 raise ValueError(
                     f"{source}: {name}: expected shape {tuple(value.shape)}, got {tuple(state[name].shape)}"
                 )
-        self.load_state_dict(state)
+        self.load_state_dict(join(state))
 
     @classmethod
     def from_dense(cls, dense, config: MoRConfig, init: str = "stepwise") -> MoR:
@@ -501,6 +502,6 @@ class MoR(nn.Module):
         """
         model = cls(config)
         source = "dense" if isinstance(dense, dict) else os.fspath(dense)
-        state = dense_to_recursive(read_dense(dense), config, init, model.state_dict(), source)
+        state = dense_to_recursive(read_dense(dense), config, init, separate(model.state_dict(), config), source)
         model.load_checked(state, source)
         return model

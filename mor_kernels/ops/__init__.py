@@ -26,7 +26,7 @@ from .losses import (
 from .pack import Depths, Packed, choose_depths, pack_depths
 from .paged_attention import attention_schedule, paged_attention
 from .pages import Pages, Taken, commit_pages_, free_pages_, take_pages_
-from .rope import rope
+from .rope import rope, rope_qkv
 from .route import Routed, route
 from .scatter_back import scatter_back, scatter_back_
 
@@ -54,6 +54,7 @@ __all__ = [
     "pack_depths",
     "paged_attention",
     "rope",
+    "rope_qkv",
     "route",
     "router_bias_update",
     "routing_entropy",

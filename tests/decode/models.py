@@ -3,6 +3,7 @@
 import torch
 
 from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.model.convert import separate
 from reference.model import ReferenceMoR
 
 VOCABULARY = 50
@@ -32,7 +33,7 @@ def tiny(seed=0, **fields):
                 p.mul_(0.2).add_(1)
         if model.router_bias is not None:
             model.router_bias.normal_(generator=g).mul_(0.1)
-    return model, ReferenceMoR(fields, model.state_dict())
+    return model, ReferenceMoR(fields, separate(model.state_dict(), model.config))
 
 
 def random_prompts(lengths, seed=0):

@@ -176,7 +176,7 @@ def test_rope_goes_by_position_where_few_tokens_go_deep():
         for router in model.routers:
             router.weight.zero_()
             router.weight[0, 0] = 1e-2
-    reference.weights |= {n: p.detach() for n, p in model.named_parameters()}
+    reference.weights |= separate({n: p.detach() for n, p in model.named_parameters()}, model.config)
     prompt = [7, 1, 2, 3, 4, 7, 5, 6, 8, 7]
     params = SamplingParams(max_tokens=2, logprobs=VOCABULARY)
     for chunk in (512, 2):
@@ -429,7 +429,7 @@ def test_narrower_caches(dtype):
     model, _ = tiny(1, router="none", num_recursions=1, num_hidden_layers=2, sharing="cycle")
     model = model.float()
     with torch.no_grad():  # one head's values are beyond 448, which only a scale can hold
-        model.layers[0].self_attn.v_proj.weight[:4] *= 500
+        model.layers[0].self_attn.qkv_proj.weight[-8:-4] *= 500
         model.layers[0].self_attn.o_proj.weight[:, :8] /= 500
     prompts, params = random_prompts([30, 17]), SamplingParams(max_tokens=1, logprobs=VOCABULARY)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.model.convert import separate
 from reference.model import ReferenceMoR, random_state
 from tests.model.test_model import EXPERT, KV, TINY, TOKEN, pair
 
@@ -27,15 +28,15 @@ def test_shared_layers_are_one_tensor(tmp_path):
     model = MoR(config).double()
     model.save_pretrained(tmp_path)
     for other in (model, copy.deepcopy(model), MoR.from_pretrained(tmp_path).double(), model.float().double()):
-        names = [n for n, _ in other.named_parameters(remove_duplicate=False) if "q_proj" in n]
-        assert names == ["layers.0.self_attn.q_proj.weight"]
-        weights = [other.layers[layers[0]].self_attn.q_proj.weight for layers in config.recursion_layers]
+        names = [n for n, _ in other.named_parameters(remove_duplicate=False) if "qkv_proj" in n]
+        assert names == ["layers.0.self_attn.qkv_proj.weight"]
+        weights = [other.layers[layers[0]].self_attn.qkv_proj.weight for layers in config.recursion_layers]
         assert weights[0].data_ptr() == weights[1].data_ptr()
 
     # an unrolled model with two copies of the layer: its two gradients add up to the shared one's
     plain = MoR(MoRConfig(**TINY, num_hidden_layers=2, sharing="cycle")).double()
     state = model.state_dict()
-    plain.load_checked({n: state[n.replace("layers.1.", "layers.0.")] for n in plain.state_dict()}, "unrolled")
+    plain.load_state_dict({n: state[n.replace("layers.1.", "layers.0.")] for n in plain.state_dict()})
     x = tokens()
     model(x, x).loss.backward()
     plain(x, x).loss.backward()
@@ -305,12 +306,16 @@ def test_saving_and_loading(tmp_path):
         MoR.from_pretrained(tmp_path)
 
 
+def state_of(model):
+    return separate(model.state_dict(), model.config)
+
+
 def dense_checkpoint(folder, layers=8):
     """A dense model as a Hugging Face folder, names and all."""
     dense = MoR(MoRConfig(**TINY, num_hidden_layers=layers))
     from safetensors.torch import save_file
 
-    save_file({f"model.{n}": t for n, t in dense.state_dict().items()}, folder / "model.safetensors")
+    save_file({f"model.{n}": t.contiguous() for n, t in state_of(dense).items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return dense
 
@@ -337,7 +342,7 @@ def test_from_dense_with_one_recursion_is_the_dense_model(tmp_path, init):
 def test_from_dense(sharing, layers, init, sources):
     dense = MoR(MoRConfig(**TINY, num_hidden_layers=layers))
     config = MoRConfig(**TINY, **{**TOKEN, "num_hidden_layers": layers, "sharing": sharing})
-    model = MoR.from_dense(dense.state_dict(), config, init)
+    model = MoR.from_dense(state_of(dense), config, init)
     for layer, origin in enumerate(sources):
         for name, value in model.layers[layer].state_dict().items():
             want = torch.stack([dense.layers[i].state_dict()[name] for i in origin]).mean(0)
@@ -347,22 +352,22 @@ def test_from_dense(sharing, layers, init, sources):
 
 def test_from_dense_random_keeps_ends_only():
     dense = MoR(MoRConfig(**TINY, num_hidden_layers=8))
-    model = MoR.from_dense(dense.state_dict(), MoRConfig(**TINY, **TOKEN), "random")
-    same = [torch.equal(a.mlp.up_proj.weight, b.mlp.up_proj.weight) for a, b in zip(model.layers, dense.layers)]
+    model = MoR.from_dense(state_of(dense), MoRConfig(**TINY, **TOKEN), "random")
+    same = [torch.equal(a.mlp.gate_up_proj.weight, b.mlp.gate_up_proj.weight) for a, b in zip(model.layers, dense.layers)]
     assert same == [True, False, False, False]
-    assert torch.equal(model.layers[-1].mlp.up_proj.weight, dense.layers[-1].mlp.up_proj.weight)
+    assert torch.equal(model.layers[-1].mlp.gate_up_proj.weight, dense.layers[-1].mlp.gate_up_proj.weight)
 
 
 def test_from_dense_errors(tmp_path):
     config = MoRConfig(**TINY, **TOKEN)
     with pytest.raises(FileNotFoundError, match=r"expected a folder with \*.safetensors files"):
         MoR.from_dense(tmp_path, config)
-    dense = MoR(MoRConfig(**TINY, num_hidden_layers=5)).state_dict()
+    dense = state_of(MoR(MoRConfig(**TINY, num_hidden_layers=5)))
     with pytest.raises(ValueError, match="dense: expected num_hidden_layers = 8 layers, got 5"):
         MoR.from_dense(dense, config)
     with pytest.raises(ValueError, match="init: expected one of stepwise, average"):
         MoR.from_dense(dense, config, "best")
-    dense = MoR(MoRConfig(**TINY, num_hidden_layers=8, tie_word_embeddings=False)).state_dict()
+    dense = state_of(MoR(MoRConfig(**TINY, num_hidden_layers=8, tie_word_embeddings=False)))
     with pytest.raises(ValueError, match="dense: expected a head tied to the embedding"):
         MoR.from_dense(dense, config)
     untied = MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))

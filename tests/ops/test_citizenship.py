@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mor_kernels import ops
@@ -92,6 +95,7 @@ CASES = {
         [torch.tensor([0.5, 0.0, -0.5])],
     ),
     "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [PLACES]),
+    "rope_qkv": (lambda x, p: ops.rope_qkv(x, 3, p), [(2, 5, 5, 4)], [PLACES]),
     "rope_pair": (lambda q, k, p: ops.rope((q, k), p), [(2, 5, 3, 4), (2, 5, 1, 4)], [PLACES]),
 }
 WIDE = {"route_replay": 1, "scatter_block": 2, "scatter_delta": 2}  # which input is never narrower than fp32
@@ -128,6 +132,15 @@ def test_gradcheck(name):
     function, inputs, others = make(name)
     if inputs:
         assert torch.autograd.gradcheck(lambda *tensors: tuple(floating(function(*tensors, *others))), inputs)
+
+
+@every_case
+def test_activation_checkpointing(name):
+    """Computed anew in the backward pass, the gradients are the same. What was saved may then be read only once."""
+    function, inputs, others = make(name)
+    again = functools.partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
+    for want, got in zip(results(function, inputs, others), results(again, inputs, others), strict=True):
+        assert torch.equal(want, got)
 
 
 class Recorder(TorchDispatchMode):

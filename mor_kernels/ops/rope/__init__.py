@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from .. import _checks
 from .._dispatch import apply, deferred, define, resolve
 from . import eager
+from ._layout import split
 
 INTEGERS = (*_checks.INTEGERS, torch.int16, torch.int8, torch.uint8)
 
@@ -19,6 +20,20 @@ _rope = define(
     eager=eager.rope,
     triton=deferred(f"{__name__}.triton", "rope"),
     cuda=deferred(f"{__name__}.cuda", "rope"),
+)
+_split = define(
+    "rope_split(Tensor qkv, int heads, Tensor positions, float theta, str backend) -> (Tensor, Tensor, Tensor)",
+    fake=lambda qkv, heads, *_: tuple(part.new_empty(part.shape) for part in split(qkv, heads)),
+    eager=eager.rope_split,
+    triton=deferred(f"{__name__}.triton", "rope_split"),
+    cuda=deferred(f"{__name__}.cuda", "rope_split"),
+)
+_join = define(
+    "rope_join(Tensor q, Tensor k, Tensor v, Tensor positions, float theta, str backend) -> Tensor",
+    fake=lambda q, k, *_: q.new_empty(*q.shape[:-2], q.shape[-2] + 2 * k.shape[-2], q.shape[-1]),
+    eager=eager.rope_join,
+    triton=deferred(f"{__name__}.triton", "rope_join"),
+    cuda=deferred(f"{__name__}.cuda", "rope_join"),
 )
 
 
@@ -37,6 +52,21 @@ class _Rope(torch.autograd.Function):
         theta, backend = ctx.scalars
         out_q, out_k = _rope(d_q, d_k, positions, theta, True, backend)
         return out_q, None if d_k is None else out_k, None, None, None
+
+
+class _RopeQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, heads, positions, theta, backend):
+        ctx.save_for_backward(positions)
+        ctx.scalars = (theta, backend)
+        return _split(qkv, heads, positions, theta, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_q, d_k, d_v):
+        (positions,) = ctx.saved_tensors
+        theta, backend = ctx.scalars
+        return _join(d_q, d_k, d_v, positions, theta, backend), None, None, None, None
 
 
 def check_theta(op: str, theta: float) -> None:
@@ -82,3 +112,32 @@ def rope(
     _checks.tensor(op, "positions", positions, lead, INTEGERS, q)
     check_theta(op, theta)
     return apply(_Rope, q, k, positions, float(theta), resolve(op, backend, q))
+
+
+def rope_qkv(
+    qkv: torch.Tensor, heads: int, positions: torch.Tensor, theta: float = 10000.0, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take a fused projection apart, and rotate its queries and keys as :func:`rope` does.
+
+    One kernel each way: nothing but queries, keys and values is kept for the backward pass of attention, and their
+    gradients come back as one tensor, for one matrix product.
+
+    Args:
+        qkv: (..., H + 2G, d), d even: heads of queries, then of keys, then of values; dtypes and strides as in rope.
+        heads: H, at least 1.
+        positions, theta: see :func:`rope`.
+
+    Returns:
+        (q, k, v): (..., H, d), (..., G, d) and (..., G, d), contiguous; v is a copy. Gradients reach qkv.
+    """
+    op = "rope_qkv"
+    _checks.tensor(op, "qkv", qkv, ("...", "H+2G", "d"))
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        _checks.fail(op, "heads", "an integer of at least 1", repr(heads))
+    if qkv.shape[-2] < heads or (qkv.shape[-2] - heads) % 2:
+        _checks.fail(op, "qkv", f"{heads} heads of queries, and as many of keys as of values", qkv.shape[-2])
+    if qkv.shape[-1] % 2:
+        _checks.fail(op, "qkv", "an even last dimension", qkv.shape[-1])
+    _checks.tensor(op, "positions", positions, tuple(qkv.shape[:-2]), INTEGERS, qkv)
+    check_theta(op, theta)
+    return apply(_RopeQKV, qkv, heads, positions, float(theta), resolve("rope_split", backend, qkv))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from ... import _C
 from .._cuda import index_code, launch
-from ._layout import batched
+from ._layout import batched, split
 
 
 def rope(q, k, positions, theta, inverse):
@@ -20,3 +22,12 @@ def rope(q, k, positions, theta, inverse):
             q.dtype,
         )  # fmt: skip
     return out_q, out_k
+
+
+def rope_split(qkv, heads, positions, theta):
+    q, k, v = split(qkv, heads)
+    return *rope(q, k, positions, theta, False), v.contiguous()
+
+
+def rope_join(q, k, v, positions, theta):
+    return torch.cat((*rope(q, k, positions, theta, True), v), dim=-2)

@@ -4,7 +4,7 @@
     a = position * theta^(-i / half)
 
 A program holds the cosines and sines of a tile of tokens and goes through some of the heads, of the queries and then of
-the keys; few tokens have their heads spread over more programs.
+the keys; few tokens have their heads spread over more programs. Values of a fused projection are copied on the way.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 
 from .._triton import cos_sin, frequencies, step_of
-from ._layout import batched
+from ._layout import batched, split
 
 BYTES = 2048  # of each half of a head, in a tile: 16 a thread
 PROGRAMS = 2048  # enough to fill a GPU
 
 
 @triton.jit
-def _rotate(x, out, cos, sin, rows, token, i, mask, x_h, heads, head, last, HALF: tl.constexpr):
-    """Heads from ``head`` to ``last`` of a tile of tokens; their rows begin at ``rows`` of x."""
+def _rotate(x, out, cos, sin, rows, out_rows, i, mask, x_h, head, last, HALF: tl.constexpr):
+    """Heads from ``head`` to ``last`` of a tile of tokens; their rows begin at ``rows`` of x, and at ``out_rows``."""
     source = x + rows[:, None] + i[None, :]
-    target = out + (token * heads * 2 * HALF)[:, None] + i[None, :]
+    target = out + out_rows[:, None] + i[None, :]
     while head < last:  # a range can't have these bounds in the interpreter of Triton 3.2
         a = tl.load(source + head * x_h, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(source + head * x_h + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -32,15 +32,27 @@ def _rotate(x, out, cos, sin, rows, token, i, mask, x_h, heads, head, last, HALF
         head += 1
 
 
+@triton.jit
+def _copy(x, out, rows, out_rows, i, mask, x_h, head, last, HALF: tl.constexpr):
+    source = x + rows[:, None] + i[None, :]
+    target = out + out_rows[:, None] + i[None, :]
+    while head < last:
+        for at in tl.static_range(0, 2 * HALF, HALF):
+            tl.store(target + head * 2 * HALF + at, tl.load(source + head * x_h + at, mask=mask, other=0.0), mask=mask)
+        head += 1
+
+
 @triton.jit(
-    do_not_specialize=["direction", "tokens", "length", "share", "shares", "q_heads", "k_heads", "p_b", "p_n"],
-)
+    do_not_specialize=[
+        "direction", "tokens", "length", "share", "shares", "q_heads", "k_heads", "v_heads", "p_b", "p_n",
+    ],
+)  # fmt: skip
 def _rope(
-    q, k, positions, out_q, out_k, step_high, step_low, direction, tokens, length, share, shares, q_heads, k_heads,
-    p_b, p_n, q_b, q_n, q_h, k_b, k_n, k_h,
+    q, k, v, positions, out_q, out_k, out_v, step_high, step_low, direction, tokens, length, share, shares,
+    q_heads, k_heads, v_heads, p_b, p_n, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_q_n, out_k_n, out_v_n,
     HALF: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens and heads of out_q and out_k; token b * length + n stands at (b, n)."""
+    """Tokens and heads of out_q, out_k and out_v, which is copied; token b * length + n stands at (b, n)."""
     program = tl.program_id(0).to(tl.int64)
     token = program // shares * TOKENS + tl.arange(0, TOKENS)
     b, n = token // length, token % length
@@ -50,30 +62,55 @@ def _rope(
     cos, sin = cos_sin(position[:, None] * frequencies(step_high, step_low, BITS)[None, :])
     mask = inside[:, None] & (i < HALF)[None, :]
     first = program % shares * share
-    last = tl.minimum(first + share, q_heads + k_heads)
-    _rotate(q, out_q, cos, sin, b * q_b + n * q_n, token, i, mask, q_h, q_heads, first, tl.minimum(last, q_heads), HALF)
+    last = tl.minimum(first + share, q_heads + k_heads + v_heads)
+    rows, out_rows = b * q_b + n * q_n, token * out_q_n
+    _rotate(q, out_q, cos, sin, rows, out_rows, i, mask, q_h, first, tl.minimum(last, q_heads), HALF)
     if k is not None:
-        first = tl.maximum(first - q_heads, 0)
-        _rotate(k, out_k, cos, sin, b * k_b + n * k_n, token, i, mask, k_h, k_heads, first, last - q_heads, HALF)
+        first, last = tl.maximum(first - q_heads, 0), last - q_heads
+        rows, out_rows = b * k_b + n * k_n, token * out_k_n
+        _rotate(k, out_k, cos, sin, rows, out_rows, i, mask, k_h, first, tl.minimum(last, k_heads), HALF)
+    if v is not None:
+        first, last = tl.maximum(first - k_heads, 0), last - k_heads
+        _copy(v, out_v, b * v_b + n * v_n, token * out_v_n, i, mask, v_h, first, last, HALF)
+
+
+def _launch(tensors, outs, positions, theta, inverse):
+    """Queries, keys and values, the last or the last two perhaps None, into outs whose tokens are evenly apart."""
+    if not sum(out.numel() for out in outs if out is not None):
+        return
+    tensors = [None if t is None else batched(t) for t in tensors]
+    q = tensors[0]
+    batch, length, _, width = q.shape
+    heads = [0 if t is None else t.shape[2] for t in tensors]
+    half, positions = width // 2, positions.reshape(batch, length)
+    bits = (half - 1).bit_length()
+    tile = max(BYTES // q.element_size() >> bits, 1)
+    tiles = triton.cdiv(batch * length, tile)
+    share = triton.cdiv(sum(heads), min(triton.cdiv(PROGRAMS, tiles), sum(heads)))
+    shares = triton.cdiv(sum(heads), share)
+    strides = [(0, 0, 0) if t is None else t.stride()[:3] for t in tensors]
+    apart = [0 if out is None else batched(out).stride(1) for out in outs]
+    _rope[(tiles * shares,)](
+        *tensors, positions, *outs, *step_of(theta, half), -1 if inverse else 1, batch * length, length, share, shares,
+        *heads, *positions.stride(), *strides[0], *strides[1], *strides[2], *apart,
+        HALF=half, BITS=bits, TOKENS=tile, num_warps=4,
+    )  # fmt: skip
 
 
 def rope(q, k, positions, theta, inverse):
     out_q, out_k = q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
-    if out_q.numel() + out_k.numel():
-        half = q.shape[-1] // 2
-        q, k = batched(q), None if k is None else batched(k)
-        batch, length, q_heads, _ = q.shape
-        k_heads = 0 if k is None else k.shape[2]
-        positions = positions.reshape(batch, length)
-        bits = (half - 1).bit_length()
-        tile = max(BYTES // q.element_size() >> bits, 1)
-        tiles = triton.cdiv(batch * length, tile)
-        share = triton.cdiv(q_heads + k_heads, min(triton.cdiv(PROGRAMS, tiles), q_heads + k_heads))
-        shares = triton.cdiv(q_heads + k_heads, share)
-        _rope[(tiles * shares,)](
-            q, k, positions, out_q, None if k is None else out_k, *step_of(theta, half), -1 if inverse else 1,
-            batch * length, length, share, shares, q_heads, k_heads,
-            *positions.stride(), *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]),
-            HALF=half, BITS=bits, TOKENS=tile, num_warps=4,
-        )  # fmt: skip
+    _launch((q, k, None), (out_q, None if k is None else out_k, None), positions, theta, inverse)
     return out_q, out_k
+
+
+def rope_split(qkv, heads, positions, theta):
+    parts = split(qkv, heads)
+    outs = [part.new_empty(part.shape) for part in parts]
+    _launch(parts, outs, positions, theta, False)
+    return tuple(outs)
+
+
+def rope_join(q, k, v, positions, theta):
+    joined = q.new_empty(*q.shape[:-2], q.shape[-2] + 2 * k.shape[-2], q.shape[-1])
+    _launch((q, k, v), split(joined, q.shape[-2]), positions, theta, True)
+    return joined
