@@ -79,8 +79,9 @@ class Layer(nn.Module):
         return self.self_attn.project(self.input_layernorm(rows), adapter, keys)
 
     def after_attention(self, rows, attended):
-        x = rows + self.self_attn.o_proj(attended)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        # As (1, n, D): of a sum of matrices alone the compiler would make an addmm, which copies the other one first.
+        x = rows[None] + self.self_attn.o_proj(attended)[None]
+        return (x + self.mlp(self.post_attention_layernorm(x))).squeeze(0)
 
     def compile_rows(self, **options) -> None:
         """Compile what treats each token alone for any number of tokens; options are torch.compile's."""
@@ -90,6 +91,8 @@ class Layer(nn.Module):
 
 def for_any_rows(function: Callable, **options) -> Callable:
     """``function`` compiled once for any number of rows of the tensors among its arguments."""
+    if not options:  # two gradients that become one tensor are written from one reading of what they are made of
+        options = {"options": {"max_pointwise_cat_inputs": 0}}
     compiled = torch.compile(function, fullgraph=True, **options)
 
     def run(*arguments):

@@ -16,17 +16,14 @@ from ..ops._numeric import wide
 CHUNK = 4096  # rows: 0.4 GB of logits in bf16 for 49,152 tokens; with fewer, the products leave a GPU partly idle
 
 
-def rows_loss_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of logits (n, V) against targets (n,), -100 for none; the logits become its gradient,
-    softmax minus one-hot. Computed in fp32, in fp64 for fp64."""
-    scores = logits.to(wide(logits.dtype))
-    given, targets = targets >= 0, targets.clamp(min=0)[:, None]
+def softmax_(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the cross-entropies of logits (n, V) against targets (n, 1), -100 for none, and the gradient at the targets,
+    (n, 1). The logits become softmax, which is the gradient elsewhere. Computed in fp32, in fp64 for fp64."""
+    scores, given = logits.to(wide(logits.dtype)), targets >= 0
     log_sums = scores.logsumexp(1, keepdim=True)
-    losses = log_sums - scores.gather(1, targets)
-    given = given[:, None]
+    losses = log_sums - scores.gather(1, targets.clamp(min=0))
     logits.copy_(torch.where(given, (scores - log_sums).exp(), 0))
-    logits.scatter_(1, targets, torch.where(given, torch.expm1(-losses), 0).to(logits.dtype))
-    return torch.where(given, losses, 0).sum()
+    return torch.where(given, losses, 0).sum(), torch.where(given, torch.expm1(-losses), 0).to(logits.dtype)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -41,14 +38,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The gradients are computed in the forward pass, while a chunk's logits are there."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, rows_loss_):
+    def forward(ctx, x, weight, targets, softmax_):
         total = x.new_zeros((), dtype=wide(x.dtype))
         d_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if ctx.needs_input_grad[1] else None
         for start in range(0, len(x), CHUNK):
             chunk = slice(start, start + CHUNK)
-            gradient = x[chunk] @ weight.T  # the logits, until their loss is known
-            total += rows_loss_(gradient, targets[chunk])
+            gradient, wanted = x[chunk] @ weight.T, targets[chunk, None]  # logits, until their loss is known
+            loss, at_targets = softmax_(gradient, wanted)
+            gradient.scatter_(1, wanted.clamp(min=0), at_targets)
+            total += loss
             if d_x is not None:
                 torch.mm(gradient, weight, out=d_x[chunk])
             if d_weight is not None:
@@ -67,17 +66,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, rows_loss_: Callable = rows_loss_
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softmax_: Callable = softmax_
 ) -> torch.Tensor:
     """Sum of the cross-entropies of ``x @ weight.T``, a scalar in fp32 (fp64 for fp64), differentiable once.
 
     Args:
         x: (n, D); weight: (V, D), of the same dtype, or under autocast of any.
         targets: (n,) int64, -100 for rows without one.
-        rows_loss_: see :func:`rows_loss_`; a compiled one, for example.
+        softmax_: see :func:`softmax_`; a compiled one, for example.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(x, weight, targets, rows_loss_)
+        return _LinearCrossEntropy.apply(x, weight, targets, softmax_)

@@ -1,0 +1,143 @@
+"""What a training step adds to the forward pass: a loss without logits, compiled rows, activations computed anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mor_kernels.model import MoR, MoRConfig, loss
+from mor_kernels.model.loss import linear_cross_entropy
+from mor_kernels.train.loop import parameters_in
+from tests.model.test_model import EXPERT, KV, TINY, TOKEN
+
+ROUTERS = pytest.mark.parametrize("fields", [{"num_recursions": 2, "num_hidden_layers": 6}, EXPERT, TOKEN],
+                                  ids=["none", "expert", "token"])  # fmt: skip
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 8])
+@pytest.mark.parametrize("wanted", ["x", "weight", "both"])
+def test_linear_cross_entropy(monkeypatch, rows, wanted):
+    """In chunks of three rows, and against PyTorch of all logits at once."""
+    monkeypatch.setattr(loss, "CHUNK", 3)
+    x, weight = normal(rows, 5), normal(11, 5, seed=1)
+    targets = torch.randint(11, (rows,), generator=torch.Generator().manual_seed(2))
+    targets[1::3] = -100
+    x.requires_grad_(wanted != "weight"), weight.requires_grad_(wanted != "x")
+    inputs = [t for t in (x, weight) if t.requires_grad]
+    got = linear_cross_entropy(x, weight, targets)
+    want = F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(got * 0.3, inputs), torch.autograd.grad(want * 0.3, inputs)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(x, weight, targets), got)
+
+
+def test_linear_cross_entropy_in_bf16_is_no_further_off_than_pytorch():
+    x, weight = normal(600, 64), normal(300, 64, seed=1)
+    targets = torch.randint(300, (600,), generator=torch.Generator().manual_seed(2))
+
+    def run(function, dtype):
+        inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight)]
+        total = function(*inputs) / 600
+        return [total.detach().double(), *(t.double() for t in torch.autograd.grad(total, inputs))]
+
+    def plain(x, weight):
+        return F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
+
+    exact = run(lambda x, weight: F.cross_entropy(x @ weight.T, targets, reduction="sum"), torch.float64)
+    ours = run(lambda x, weight: linear_cross_entropy(x, weight, targets), torch.bfloat16)
+    theirs = run(plain, torch.bfloat16)
+    for want, one, other in zip(exact, ours, theirs, strict=True):
+        # the same roundings but one: the gradient of the rows is rounded before and after its division by 600
+        assert (one - want).norm() <= 1.5 * (other - want).norm() + 1e-3 * want.norm()
+
+
+def test_loss_under_autocast():
+    model = MoR(MoRConfig(**TINY, **EXPERT))
+    x = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lean, full = (model.train()(x, x, logits=logits) for logits in (False, True))
+    assert lean.loss.dtype == torch.float32
+    torch.testing.assert_close(lean.loss, full.loss, rtol=2**-8, atol=0)  # logits were rounded to bf16 in both
+    lean.loss.backward()
+    assert model.embed_tokens.weight.grad.dtype == torch.float32
+
+
+def step(model, x, dtype=torch.float64):
+    model.zero_grad()
+    with parameters_in(model, dtype):
+        out = model(x, x, logits=False)
+        out.loss.backward()
+    return [out.loss.detach(), out.depths, *(parameter.grad for parameter in model.parameters())]
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@ROUTERS
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: "-".join(kv.values()))
+def test_activation_checkpointing_changes_nothing(fields, kv):
+    """Not a bit, and not a token's depth; the first forward's activations are gone when the backward pass begins."""
+    torch.manual_seed(0)
+    model = MoR(MoRConfig(**TINY, **fields, **kv, lora_rank=2, recursion_encoding=True)).double()
+    x = torch.randint(17, (2, 12), generator=torch.Generator().manual_seed(0))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        want, kept = step(model, x), sum(saved)
+    model.activation_checkpointing = True
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        model(x, x, logits=False)
+        assert sum(saved) < kept / 2
+    same(step(model, x), want)
+
+
+@ROUTERS
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: "-".join(kv.values()))
+def test_rows_compile_once_for_any_batch_length_and_routing(fields, kv):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MoR(MoRConfig(**TINY, **fields, **kv)).double()
+    compiled = MoR(model.config).double()
+    compiled.load_state_dict(model.state_dict())
+    compiled.compile_rows(backend="aot_eager")
+    for batch, length in ((2, 12), (3, 31), (1, 9), (2, 20)):
+        x = torch.randint(17, (batch, length), generator=torch.Generator().manual_seed(batch))
+        with torch._dynamo.config.patch(error_on_recompile=batch != 2 or length == 20):
+            got = step(compiled, x)
+        for one, other in zip(got, step(model, x), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:  # the compiler may sum in another order
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_parameters_in_another_dtype():
+    torch.manual_seed(0)
+    model = MoR(MoRConfig(**TINY, **EXPERT))
+    x = torch.randint(17, (2, 12), generator=torch.Generator().manual_seed(0))
+    before = dict(model.named_parameters())
+    seen = []
+    model.layers[1].register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].dtype))
+    half = MoR(model.config)
+    half.load_state_dict(model.state_dict())
+    half.bfloat16()
+    want = half(x, x, logits=False)
+    want.loss.backward()
+    got = step(model, x, torch.bfloat16)
+    assert set(seen) == {torch.bfloat16}
+    assert torch.equal(got[0], want.loss) and torch.equal(got[1], want.depths)
+    for (name, parameter), other in zip(model.named_parameters(), half.parameters(), strict=True):
+        assert parameter is before[name] and parameter.dtype == parameter.grad.dtype == torch.float32
+        assert torch.equal(parameter.grad, other.grad.float()), name
+    with pytest.raises(RuntimeError, match="stop"), parameters_in(model, torch.bfloat16):
+        raise RuntimeError("stop")
+    assert dict(model.named_parameters()) == before
