@@ -406,11 +406,15 @@ class MoR(nn.Module):
             torch.distributed.all_reduce(counts)
         self.router_bias.copy_(ops.router_bias_update(self.router_bias, counts, self.config.bias_update_rate))
 
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed."""
+    def save_pretrained(self, directory: str | os.PathLike, state: dict[str, torch.Tensor] | None = None) -> None:
+        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed.
+
+        ``state`` is the model's state dict, if that is divided among processes and somebody put it together.
+        """
         os.makedirs(directory, exist_ok=True)
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, weights + ".tmp", {"format": "pt"})
+        state = self.state_dict() if state is None else state
+        save_file({k: v.contiguous() for k, v in state.items()}, weights + ".tmp", {"format": "pt"})
         os.replace(weights + ".tmp", weights)
         with open(config + ".tmp", "w") as file:
             json.dump(self.config.to_dict(), file, indent=2)

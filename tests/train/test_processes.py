@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -26,8 +27,26 @@ def test_killed_at_any_moment(data, tmp_path, kind, stride):
     assert "finished with the same result each time" in run(kind, data, tmp_path, stride)
 
 
-def test_two_processes_equal_two_micro_steps(data, tmp_path):
-    assert "two processes equal two micro-steps" in run("parallel", data, tmp_path)
+# FSDP2 of torch 2.6 runs on GPUs only.
+fsdp_on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="needs FSDP2 on a CPU")
+
+
+@fsdp_on_cpu
+def test_gradients_and_collectives_of_two_processes(data, tmp_path):
+    """Uneven loads leave gradients those of one process; each shared layer is gathered and reduced once a step."""
+    assert "the same gradients" in run("gradients", data, tmp_path)
+
+
+@fsdp_on_cpu
+@pytest.mark.parametrize("router", ["expert", "token"])
+def test_runs_of_several_processes(data, tmp_path, router):
+    """They equal those of one, exactly if resumed by as many, and can be resumed by fewer, more, and in other parts."""
+    assert "the same runs" in run("parallel", data, tmp_path, router)
+
+
+@fsdp_on_cpu
+def test_killed_while_several_processes_train(data, tmp_path):
+    assert "nothing is lost" in run("parallel-kill", data, tmp_path)
 
 
 def test_nothing_holds_the_process_group():
