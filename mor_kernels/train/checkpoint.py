@@ -210,7 +210,8 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
         raise ValueError(f"{path / 'config.json'}: checkpoint of another model; " + "; ".join(differences))
 
     trainer = json.loads((path / "trainer.json").read_text())
-    loaded = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+    # Several processes of a machine share the file's pages, of which each copies its part.
+    loaded = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True, mmap=dist.is_initialized())
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, entry in loaded["optimizer"]["state"].items():
         for key, value in entry.items():

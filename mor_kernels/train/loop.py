@@ -108,7 +108,8 @@ def train(model, config: TrainConfig) -> Trainer:
     """Trains `model` (a MoR) and returns the finished Trainer.
 
     Under torchrun the processes train data-parallel: every one reads its share of each step's sequences, and the
-    gradients are averaged. The parameters of `model` are DTensors then; :meth:`Trainer.save_model` writes it.
+    gradients are averaged. The parameters of `model` are DTensors then; each checkpoint is a folder for
+    `MoR.from_pretrained`.
     """
     with processes(config.device):
         trainer = Trainer(model, config)
@@ -406,7 +407,7 @@ class Trainer:
             dist.barrier()
 
     def save_model(self, directory: str | Path) -> None:
-        """Writes the model alone, for `from_pretrained`. Of several processes, all have to call it."""
+        """Writes the model alone, for `from_pretrained`. Of several processes, all have to call it, before they part."""
         state = checkpoint.whole(self.model.state_dict(), self.rank == 0)
         if self.rank == 0:
             self.model.save_pretrained(directory, state)

@@ -28,13 +28,14 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, kind: str, device: torch.device, bf16: bool):
+        if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise ValueError("device: expected a GPU for several processes, since FSDP2 runs on CPUs from torch 2.7 on, "
+                             f"got {device} with torch {torch.__version__}")
         self.model, world_size = model, dist.get_world_size()
         for tensor in model.state_dict().values():  # each process keeps its part of what the first one has
             dist.broadcast(tensor, 0)
-        shape = (1, world_size) if kind == "fsdp" else (world_size, 1)
-        options = {"mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))}
-        if kind == "fsdp":
-            options["mesh"] = options["mesh"]["shard"]
+        shape, names = ((world_size,), ("shard",)) if kind == "fsdp" else ((world_size, 1), ("replicate", "shard"))
+        options = {"mesh": init_device_mesh(device.type, shape, mesh_dim_names=names)}
         if bf16:  # gathered as bf16 and used so; parameters, the sum over processes and the optimizer are fp32
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -80,7 +80,10 @@ def train_job(folder, kind=EXPERT, **changes):
     model = MoR(MoRConfig(**SMALL, **kind))
     default = {"steps": 2, "batch_size": 1, "sequence_length": 16, "log_every": 1, "eval_every": 0,
                "checkpoint_every": 1, "keep": 1, "progress": False, "device": "cpu"}  # fmt: skip
-    train(model, TrainConfig(data, str(folder), **{**default, **changes}))
+    with loop.processes("cpu"):
+        trainer = train(model, TrainConfig(data, str(folder), **{**default, **changes}))
+        if trainer.world_size > 1:
+            trainer.save_model(folder / "model")
 
 
 def read_metrics(folder):
@@ -172,6 +175,9 @@ def assert_same_run(a, b, exact=False):
         # Adam divides by the gradient's size, which magnifies roundings where a gradient is next to nothing
         close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(tensor, weights[1][key], **close, msg=f"{key} {a} {b}")
+    if (b / "model").exists():
+        saved = MoR.from_pretrained(b / "model").state_dict()
+        assert all(torch.equal(saved[key], tensor) for key, tensor in weights[1].items())
     assert states[0].keys() == states[1].keys()
     for index, entry in states[0].items():
         assert type(entry["exp_avg"]) is torch.Tensor
