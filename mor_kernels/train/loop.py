@@ -407,7 +407,7 @@ class Trainer:
             dist.barrier()
 
     def save_model(self, directory: str | Path) -> None:
-        """Writes the model alone, for `from_pretrained`. Of several processes, all have to call it, before they part."""
+        """Writes the model alone, for `from_pretrained`. Several processes all have to call it, within `processes`."""
         state = checkpoint.whole(self.model.state_dict(), self.rank == 0)
         if self.rank == 0:
             self.model.save_pretrained(directory, state)

@@ -198,6 +198,7 @@ def parallel(router):
         """A copy of a finished run, as if it had ended at its first checkpoint."""
         shutil.copytree(finished, scratch / name)
         shutil.rmtree(latest(scratch / name / "checkpoints"))
+        shutil.rmtree(scratch / name / "model", ignore_errors=True)
         return scratch / name
 
     one = scratch / "one"
