@@ -29,8 +29,8 @@ class Shards:
 
     def __init__(self, model: nn.Module, kind: str, device: torch.device, bf16: bool):
         if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-            raise ValueError("device: expected a GPU for several processes, as FSDP2 runs on CPUs from torch 2.7 on, got "
-                             f"{device} with torch {torch.__version__}")
+            raise ValueError("device: expected a GPU for several processes (FSDP2 runs on CPUs from torch 2.7 on), "
+                             f"got {device} with torch {torch.__version__}")
         self.model, world_size = model, dist.get_world_size()
         for tensor in model.state_dict().values():  # each process keeps its part of what the first one has
             dist.broadcast(tensor, 0)
