@@ -134,12 +134,13 @@ class Plan:
         """() int64, see ops.Taken."""
         return self.rows.new_zeros(()) if self.taken is None else self.taken.refused
 
-    def attend(self, slot: int, q: Tensor, kv, positions: Tensor, theta: float) -> Tensor:
-        """Attention at layer `slot` of the pool for queries (n, H, d); see model.layers.Attend."""
+    def attend(self, slot: int, project, positions: Tensor, theta: float) -> Tensor:
+        """Attention at layer `slot` of the pool for n tokens' queries; see model.layers.Attend."""
         if self.taken is None:
+            (q,) = project(keys=False)
             q = ops.rope(q, positions, theta)
         else:
-            q = self.pool.append(slot, q, *kv(), self.taken.slots, positions, theta)
+            q = self.pool.append(slot, *project(), self.taken.slots, positions, theta)
         lanes = {"rows": self.rows, "cu_seqlens_q": self.cu_seqlens}
         if self.schedule is None:
             heads, k_cache = q.shape[1], self.pool.k[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,11 @@ from torch import nn
 from ..ops._numeric import wide
 from .config import MoRConfig
 
-KV = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-# attend(q, kv, positions, theta) -> like q: attention for queries (..., H, d) of tokens at positions (...). kv() gives
-# the keys and values (..., G, d) of the same tokens, and is called only where the strategy needs them. Queries and keys
-# come as they were projected: attend applies ops.rope, together where it needs both.
-Attend = Callable[[torch.Tensor, KV, torch.Tensor, float], torch.Tensor]
+# project(keys=True) -> the queries (..., H, d) of tokens, and their keys and values (..., G, d) unless keys=False
+Project = Callable[..., Sequence[torch.Tensor]]
+# attend(project, positions, theta) -> like the queries: attention for tokens at positions (...). Queries and keys come as
+# they were projected: attend applies ops.rope, together where it needs both.
+Attend = Callable[[Project, torch.Tensor, float], torch.Tensor]
 # adapter("q" | "v", x) -> what a recursion adds to that projection
 Adapter = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -28,18 +28,6 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * d, width, bias=False)
-        self.head_dim, self.theta = d, config.rope_theta
-
-    def forward(self, x, positions, attend: Attend, adapter: Adapter | None):
-        def project(linear, name):
-            y = linear(x) if adapter is None or name == "k" else linear(x) + adapter(name, x)
-            return y.unflatten(-1, (y.shape[-1] // self.head_dim, self.head_dim))
-
-        def kv():
-            return project(self.k_proj, "k"), project(self.v_proj, "v")
-
-        out = attend(project(self.q_proj, "q"), kv, positions, self.theta)
-        return self.o_proj(out.flatten(-2))
 
 
 class MLP(nn.Module):
@@ -54,7 +42,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)), for tokens in any layout (..., D) at ``positions`` (...)."""
+    """x + attention(norm(x)), then x + MLP(norm(x)), for tokens in any layout (..., D) at ``positions`` (...).
+
+    What comes before attention and what comes after it treat each token alone: they take tokens as rows (n, D), so that
+    each is compiled once for all recursions, batches and routings (:meth:`compile_rows`).
+    """
 
     def __init__(self, config: MoRConfig):
         super().__init__()
@@ -62,10 +54,47 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
 
     def forward(self, x, positions, attend: Attend, adapter: Adapter | None = None):
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend, adapter)
+        rows = x.flatten(0, -2)
+
+        def project(keys=True):
+            projected = self.before_attention(rows, adapter, keys)
+            return [y.view(*x.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in projected]
+
+        attended = attend(project, positions, self.theta)
+        return self.after_attention(rows, attended.flatten(-2).flatten(0, -2)).view(x.shape)
+
+    def before_attention(self, rows, adapter: Adapter | None, keys: bool):
+        x, attention = self.input_layernorm(rows), self.self_attn
+        q = attention.q_proj(x) if adapter is None else attention.q_proj(x) + adapter("q", x)
+        if not keys:
+            return (q,)
+        v = attention.v_proj(x) if adapter is None else attention.v_proj(x) + adapter("v", x)
+        return q, attention.k_proj(x), v
+
+    def after_attention(self, rows, attended):
+        x = rows + self.self_attn.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def compile_rows(self, **options) -> None:
+        """Compile what treats each token alone for any number of tokens; options are torch.compile's."""
+        for name in ("before_attention", "after_attention"):
+            setattr(self, name, for_any_rows(getattr(self, name), **options))
+
+
+def for_any_rows(function: Callable, **options) -> Callable:
+    """``function`` compiled once for any number of rows of the tensors among its arguments."""
+    compiled = torch.compile(function, fullgraph=True, **options)
+
+    def run(*arguments):
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments)
+
+    return run
 
 
 class Router(nn.Module):

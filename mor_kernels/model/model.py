@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..ops._indices import flat_rows
@@ -19,16 +20,16 @@ from ..ops._numeric import activate, bounded, wide
 from .config import MoRConfig
 from .convert import dense_to_recursive, read_dense
 from .keys_values import BatchedKeyValues, PackedKeyValues
-from .layers import Layer, LoRA, Router, mixed_adapter
+from .layers import Layer, LoRA, Router, for_any_rows, mixed_adapter
+from .loss import linear_cross_entropy, rows_loss
 
 
 class MoROutput(NamedTuple):
     """What :class:`MoR` returns."""
 
-    logits: torch.Tensor  # (B, T, V); zeros at padding
-    loss: (
-        torch.Tensor | None
-    )  # language model loss plus the router losses times their coefficients; None without targets
+    logits: torch.Tensor | None  # (B, T, V); zeros at padding; None if they weren't asked for
+    # language model loss plus the router losses times their coefficients; None without targets
+    loss: torch.Tensor | None
     losses: dict[str, torch.Tensor]  # "lm", "aux", "z", "balance" as they apply, without coefficients
     depths: torch.Tensor  # (B, T) int64: recursions that each token took; 0 at padding
     metrics: dict[str, torch.Tensor]  # "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
@@ -44,6 +45,10 @@ class MoR(nn.Module):
         super().__init__()
         self.config = config
         recursions = config.num_recursions
+        # Compute each layer anew in the backward pass, from its input, in place of keeping what it computed: the
+        # routers' choices stay, since no router is in a layer.
+        self.activation_checkpointing = False
+        self.rows_loss = rows_loss
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_unique_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -93,7 +98,7 @@ class MoR(nn.Module):
             x: (..., D); positions: (...) absolute.
             recursion: its number from 0; or (n,) int64 for tokens (n, D) at different recursions, where all recursions
                 share their layers (sharing "cycle" and "middle_cycle").
-            attend: attend(slot, q, kv, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
+            attend: attend(slot, project, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
         """
         mixed = isinstance(recursion, torch.Tensor)
         for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
@@ -104,18 +109,36 @@ class MoR(nn.Module):
                     if mixed
                     else self.lora[recursion][slot]
                 )
-            x = self.layers[index](x, positions, functools.partial(attend, slot), adapter)
+            x = self._layer(index, x, positions, functools.partial(attend, slot), adapter)
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
+    def _layer(self, index, *arguments):
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(self.layers[index], *arguments, use_reentrant=False, preserve_rng_state=False)
+        return self.layers[index](*arguments)
+
     def first_layer(self, x, positions, attend):
-        return self.layers[0](x, positions, attend) if self.config.has_own_ends else x
+        return self._layer(0, x, positions, attend) if self.config.has_own_ends else x
 
     def last_layer(self, x, positions, attend):
-        return self.layers[-1](x, positions, attend) if self.config.has_own_ends else x
+        return self._layer(-1, x, positions, attend) if self.config.has_own_ends else x
+
+    @property
+    def head_weight(self):
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def head(self, x):
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(self.norm(x), weight)
+        return F.linear(self.norm(x), self.head_weight)
+
+    def compile_rows(self, **options) -> None:
+        """Compile all that treats each token alone: the layers but for attention, and the loss of ``logits=False``.
+
+        That compiles in seconds, once for any batch, length and routing: nothing is compiled anew where a recursion
+        keeps another number of tokens. Operators and routing stay as they are. ``options`` are torch.compile's.
+        """
+        for layer in self.layers:
+            layer.compile_rows(**options)
+        self.rows_loss = for_any_rows(rows_loss, **options)
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
         """See :meth:`MoRConfig.kept`."""
@@ -129,6 +152,7 @@ class MoR(nn.Module):
         attention_mask: torch.Tensor | None = None,
         ks: tuple[int, ...] | None = None,
         mode: str | None = None,
+        logits: bool = True,
     ) -> MoROutput:
         """
         Args:
@@ -139,6 +163,8 @@ class MoR(nn.Module):
             ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``.
             mode: "topk" (expert-choice as trained, looking at the whole sequence) or "threshold" (causal, as decoding
                 does). Default "topk" in training and "threshold" in evaluation. Token-choice is causal in both.
+            logits: False computes the loss from a few thousand tokens' logits at a time and returns none, which
+                takes a fraction of the memory and less time.
 
         Returns:
             :class:`MoROutput`.
@@ -172,13 +198,17 @@ class MoR(nn.Module):
             x, routing = self._threshold(x, positions, seqlens)
         depths, losses, metrics = routing
         x = self.last_layer(x, positions, functools.partial(ends.attend, 0))
-        logits = self.head(x)
+        values = self.head(x) if logits else None
 
         loss = None
         if targets is not None:
             count = (targets != -100).sum().clamp(min=1)
-            rows = logits.flatten(0, 1).to(wide(logits.dtype))
-            total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
+            if logits:
+                rows = values.flatten(0, 1).to(wide(values.dtype))
+                total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
+            else:
+                rows = self.norm(x).flatten(0, 1)
+                total = linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.rows_loss)
             losses = {"lm": total / count, **losses}
             coefficients = {
                 "lm": 1.0,
@@ -190,8 +220,9 @@ class MoR(nn.Module):
         if order is not None:
             back = order.argsort(dim=1)
             depths = depths.gather(1, back)
-            logits = torch.where(real[..., None], logits.gather(1, back[..., None].expand_as(logits)), 0)
-        return MoROutput(logits, loss, losses, depths, metrics)
+            if logits:
+                values = torch.where(real[..., None], values.gather(1, back[..., None].expand_as(values)), 0)
+        return MoROutput(values, loss, losses, depths, metrics)
 
     def _check(self, input_ids, targets, attention_mask, ks, mode):
         def fail(name, expected, got):
@@ -227,8 +258,8 @@ class MoR(nn.Module):
             if len(ks) != self.config.num_recursions or not falling:
                 fail("ks", f"{self.config.num_recursions} non-increasing numbers, the first {input_ids.shape[1]}", ks)
 
-    def _key_values(self, kind, **layout):
-        return kind(self.config.kv, self.config.hybrid_base, **layout)
+    def _key_values(self, kind, before, **layout):
+        return kind(self.config.kv, self.config.hybrid_base, before, **layout)
 
     def _real(self, positions, seqlens):
         """(B, N) bool: tokens that are not padding."""
@@ -236,9 +267,9 @@ class MoR(nn.Module):
 
     def _fixed_depth(self, x, positions, seqlens):
         """Every token takes every recursion; no gates. Also the dense model, as one recursion."""
-        key_values = self._key_values(BatchedKeyValues, seqlens=seqlens)
+        key_values = None
         for r in range(self.config.num_recursions):
-            key_values.begin(r)
+            key_values = self._key_values(BatchedKeyValues, key_values, seqlens=seqlens)
             x = self.block(x, r, positions, key_values.attend)
         depths = torch.where(self._real(positions, seqlens), self.config.num_recursions, 0)
         return x, (depths, {}, {})
@@ -249,7 +280,7 @@ class MoR(nn.Module):
         batch, length, _ = x.shape
         everyone = torch.arange(length, device=x.device).expand(batch, length)
         everyone = torch.where(self._real(everyone, seqlens), everyone, -1)
-        key_values = self._key_values(BatchedKeyValues, seqlens=seqlens)
+        key_values = None
         depths = torch.zeros(batch, length + 1, dtype=torch.int64, device=x.device)
         aux, z, accuracies = [], [], []
         kept = None
@@ -269,7 +300,9 @@ class MoR(nn.Module):
                 rank=config.rank,
             )
             positions = routed.indices.clamp(min=0)
-            key_values.begin(r, routed.indices, routed.counts)
+            key_values = self._key_values(
+                BatchedKeyValues, key_values, seqlens=seqlens, indices=routed.indices, counts=routed.counts
+            )
             update = self.block(routed.rows, r, positions, key_values.attend)
 
             deciding = routed.logits
@@ -304,7 +337,7 @@ class MoR(nn.Module):
     def _threshold(self, x, positions, seqlens):
         """Expert-choice without a look at later tokens: a token goes on while the deciding logit is positive."""
         config = self.config
-        key_values = self._key_values(PackedKeyValues)
+        key_values = None
         shape, length = x.shape, x.shape[1]
         depths = self._real(positions, seqlens).long()
         x = x.flatten(0, 1)
@@ -318,7 +351,10 @@ class MoR(nn.Module):
             ((indices, cu_seqlens, longest),) = self._trim(packed, length)
             rows = ops.gather(x, indices)
             where = indices.clamp(min=0)
-            key_values.begin(r, where % length, cu_seqlens, longest, torch.where(indices >= 0, places[where], -1))
+            key_values = self._key_values(
+                PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
+                places=torch.where(indices >= 0, places[where], -1),
+            )  # fmt: skip
             update = self.block(rows, r, where % length, key_values.attend)
             gates = self.expert_gates(r, rows)
             x = scatter_back(x, update, indices, gates, residual=config.residual)
@@ -351,7 +387,7 @@ class MoR(nn.Module):
     def _token_choice(self, x, positions, seqlens):
         """Each token takes the recursions up to the depth that the router gave it at the outset (paper, equation 2)."""
         config = self.config
-        key_values = self._key_values(PackedKeyValues)
+        key_values = None
         shape, length = x.shape, x.shape[1]
         real = self._real(positions, seqlens)
         logits, depths, probs = self.choose_depths(x, real)
@@ -361,7 +397,10 @@ class MoR(nn.Module):
         packed = ops.pack_depths(depths, config.num_recursions)
         for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length)):
             where = indices.clamp(min=0)
-            key_values.begin(r, where % length, cu_seqlens, longest, torch.where(indices >= 0, places[where], -1))
+            key_values = self._key_values(
+                PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
+                places=torch.where(indices >= 0, places[where], -1),
+            )  # fmt: skip
             update = self.block(ops.gather(state, indices), r, where % length, key_values.attend)
             gate = ops.gather(gates[:, r], indices) if config.gate == "every_step" else None
             state = ops.scatter_back(state, update, indices, gate, residual="none")

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -59,8 +59,9 @@ class TrainConfig:
     seed: int = 0  # order of the training data
     validation: float = 0.01
     device: str = "auto"  # CUDA where there is one, else the CPU
-    precision: str = "auto"  # "float32", or "bfloat16" for autocast with fp32 weights; auto: bfloat16 on CUDA
-    compile: bool = False  # torch.compile the training forward
+    precision: str = "auto"  # "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
+    compile: bool = False  # torch.compile what treats each token alone
+    activation_checkpointing: bool = False  # compute each layer twice and keep its input only: less memory, more time
     parallel: str = "ddp"  # under torchrun: each process has the whole model, or with "fsdp" a part of it
     log_every: int = 10
     eval_every: int = 100  # 0: never
@@ -118,6 +119,25 @@ def train(model, config: TrainConfig) -> Trainer:
 
 
 @contextmanager
+def parameters_in(model: torch.nn.Module, dtype: torch.dtype):
+    """Within, the modules of `model` compute on copies of their parameters in `dtype`, whose gradients reach the
+    parameters in these' own dtype. All activations are of `dtype` then, the residual stream too, and a weight that is
+    used several times is copied once. The backward pass belongs within where it computes activations anew."""
+    copies: dict[torch.nn.Parameter, torch.Tensor] = {}
+    places = [(module, name, parameter) for module in model.modules()
+              for name, parameter in module._parameters.items() if parameter is not None]
+    try:
+        for module, name, parameter in places:
+            if parameter not in copies:
+                copies[parameter] = parameter.to(dtype)
+            module._parameters[name] = copies[parameter]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+@contextmanager
 def processes(device: str = "auto"):
     """Joins the processes that torchrun started, if it did and they aren't joined yet; yields this one's rank."""
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
@@ -151,7 +171,9 @@ class Trainer:
         self.device = torch.device(device)
         self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
         self.model = model.to(self.device)
-        self.forward = torch.compile(self.model) if config.compile else self.model
+        self.model.activation_checkpointing = config.activation_checkpointing
+        if config.compile:
+            self.model.compile_rows()
         self.out = Path(config.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.metrics, self.checkpoints = self.out / "metrics.jsonl", self.out / "checkpoints"
@@ -271,9 +293,9 @@ class Trainer:
             if self.shards:
                 self.shards.begin(last=micro == config.accumulation - 1)
             inputs, targets = self._to_device(self.loader.batch(self.step, micro))
-            with self._autocast():
-                output = self.forward(inputs, targets=targets, ks=self.kept)
-            (output.loss / config.accumulation).backward()
+            with self._precision():
+                output = model(inputs, targets=targets, ks=self.kept, logits=False)
+                (output.loss / config.accumulation).backward()
             terms = {"loss": output.loss, **output.losses, **output.metrics}
             self.names = [*terms, "gradient_norm"]
             row = row + torch.stack([term.detach().float() for term in terms.values()]) / config.accumulation
@@ -292,9 +314,6 @@ class Trainer:
         self.own_window.append(torch.cat([row, norm.reshape(1).float()]))
         self.own_depths += torch.stack([(depths == depth).sum() for depth in range(len(self.depths))])
 
-    def _autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16 and not self.shards)
-
     def _share_metrics(self) -> None:
         """Averages over the processes what each noted since the last time."""
         if not self.own_window:
@@ -311,6 +330,10 @@ class Trainer:
         self.depths += self.own_depths
         self.own_window.clear()
         self.own_depths.zero_()
+
+    def _precision(self):
+        # `Shards` gathers in bf16 by itself
+        return parameters_in(self.model, torch.bfloat16) if self.bf16 and not self.shards else nullcontext()
 
     def _to_device(self, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         if self.device.type == "cuda":
@@ -372,8 +395,8 @@ class Trainer:
             total, counts = torch.zeros((), device=self.device), torch.zeros_like(self.depths)
             for step in range(self.eval_batches):
                 inputs, targets = self._to_device(self.held_out.batch(step))
-                with self._autocast():
-                    output = self.model(inputs, targets=targets, mode=mode)
+                with self._precision():
+                    output = self.model(inputs, targets=targets, mode=mode, logits=False)
                 total += output.losses["lm"] / (self.eval_batches * self.world_size)
                 counts += torch.stack([(output.depths == depth).sum() for depth in range(len(counts))])
             if self.world_size > 1:

@@ -84,8 +84,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
-        gradients = _backward(_filled(d_out, ctx), d_lse, *ctx.saved_tensors, *ctx.scalars)
-        return *_given(gradients, ctx), *[None] * 5
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        gradients = _backward(_filled(d_out, saved), d_lse, *saved, *ctx.scalars)
+        return *_given(gradients, saved), *[None] * 5
 
 
 class _AttentionVarlen(torch.autograd.Function):
@@ -107,19 +108,20 @@ class _AttentionVarlen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
-        *tensors, q_positions = ctx.saved_tensors
-        gradients = _backward_varlen(_filled(d_out, ctx), d_lse, *tensors, *ctx.longest, q_positions, *ctx.scalars)
-        return *_given(gradients, ctx), *[None] * 7
+        saved = ctx.saved_tensors
+        *tensors, q_positions = saved
+        gradients = _backward_varlen(_filled(d_out, saved), d_lse, *tensors, *ctx.longest, q_positions, *ctx.scalars)
+        return *_given(gradients, saved), *[None] * 7
 
 
-def _filled(d_out, ctx):
+def _filled(d_out, saved):
     """Zeros where only the log-sum-exp was differentiated."""
-    return torch.zeros_like(ctx.saved_tensors[5]) if d_out is None else d_out
+    return torch.zeros_like(saved[5]) if d_out is None else d_out
 
 
-def _given(gradients, ctx):
+def _given(gradients, saved):
     """Gradients of what was there."""
-    return (None if t is None else gradient for t, gradient in zip(ctx.saved_tensors[:5], gradients))
+    return (None if t is None else gradient for t, gradient in zip(saved[:5], gradients))
 
 
 def _prepare(op, lead, q, k, v, k_fresh, v_fresh, q_positions, softmax_scale):

@@ -56,8 +56,9 @@ class _ScatterBack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        d_x, d_update, d_gates = _backward(d_out, *ctx.saved_tensors, *ctx.scalars)
-        gated, residual = ctx.saved_tensors[3] is not None, ctx.scalars[1]
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        d_x, d_update, d_gates = _backward(d_out, *saved, *ctx.scalars)
+        gated, residual = saved[3] is not None, ctx.scalars[1]
         return d_out if residual == "block" else d_x, d_update, None, d_gates if gated else None, None, None
 
 
