@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -376,6 +377,7 @@ def gradients_job():
 if __name__ == "__main__":
     kind, data, scratch = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # it warns of what it can't hook into
     if kind != "prepare":
         torch.optim.AdamW([torch.zeros(1)])  # imports a thousand modules, once for all children
     if kind == "gradients":
