@@ -145,12 +145,14 @@ def processes(device: str = "auto"):
         cuda = device == "auto" and torch.cuda.is_available() or device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        from . import parallel  # noqa: F401  # likewise before a process group is made
+        from . import parallel  # likewise before a process group is made
+
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
         yield dist.get_rank() if dist.is_initialized() else 0
     finally:
         if started:
+            parallel.forget_groups()
             dist.destroy_process_group()
 
 

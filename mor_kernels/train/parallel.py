@@ -7,8 +7,19 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+_meshes: list[DeviceMesh] = []
+
+
+def forget_groups() -> None:
+    """To be called where process groups end, which meshes still hold.
+
+    DTensor's caches hold the meshes until the interpreter has gone, when gloo's threads abort the process now and then.
+    """
+    while _meshes:
+        getattr(_meshes.pop(), "_pg_registry", {}).clear()  # in older torch a mesh has groups' names only
 
 
 class Shards:
@@ -36,6 +47,7 @@ class Shards:
             dist.broadcast(tensor, 0)
         shape, names = ((world_size,), ("shard",)) if kind == "fsdp" else ((world_size, 1), ("replicate", "shard"))
         options = {"mesh": init_device_mesh(device.type, shape, mesh_dim_names=names)}
+        _meshes.append(options["mesh"])
         if bf16:  # gathered as bf16 and used so; parameters, the sum over processes and the optimizer are fp32
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -3,6 +3,7 @@
 jobs.py train|prepare DATA SCRATCH STRIDE: kills the job at every STRIDE-th of its moments and finishes it.
 jobs.py gradients DATA SCRATCH: two processes' gradients and collectives, where one has no token at deep recursions.
 jobs.py parallel DATA SCRATCH ROUTER: trains in one process and in several, and goes on in another number of them.
+jobs.py gpus DATA SCRATCH: steps on two GPUs, which may not wait for them.
 jobs.py parallel-kill DATA SCRATCH: kills one of two processes, in the middle of a checkpoint among other places.
 
 A program of its own because forked children may only use autograd if their parent never did.
@@ -27,7 +28,7 @@ from safetensors.torch import load_file
 from tiny import EXPERT, SMALL, TOKEN
 
 from mor_kernels.model import MoR, MoRConfig
-from mor_kernels.train import Loader, Tokens, TrainConfig, latest, loop, prepare, train
+from mor_kernels.train import Loader, Tokens, TrainConfig, Trainer, latest, loop, prepare, train
 from mor_kernels.train import data as data_module
 from mor_kernels.train.data import documents
 
@@ -143,8 +144,9 @@ def together(job, *arguments, size=2, check=True):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    running = {start(job, *arguments, RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-               for rank in range(size)}  # fmt: skip
+    environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    running = {start(job, *arguments, **rank, **environment) for rank in ranks}
     results = []
     while running:
         process, result = os.wait()
@@ -228,6 +230,17 @@ def parallel(router):
         resumed = half("three-resumed", whole)
         together(divided["ddp"], resumed, size=3)
         assert_same_run(whole, resumed, exact=True)
+
+    def elsewhere():
+        folder = scratch / "ddp" if os.environ["RANK"] == "0" else scratch / "nowhere"
+        try:
+            divided["ddp"](folder)
+        except ValueError as error:
+            assert "out: expected a folder that all processes share" in str(error), error
+        else:
+            raise AssertionError("two processes went on from different checkpoints")
+
+    together(elsewhere)
     print("the same runs")
 
 
@@ -259,6 +272,29 @@ def parallel_kill():
             together(job, folder)
             assert train_result(folder) == expected, f"process {rank} killed at moment {moment}: another result"
     print("nothing is lost")
+
+
+def gpus():
+    for kind in ("ddp", "fsdp"):
+        together(gpu_job, kind)
+    print("no step waits")
+
+
+def gpu_job(kind):
+    with loop.processes("cuda"):
+        torch.manual_seed(0)
+        trainer = Trainer(MoR(MoRConfig(**SMALL, **EXPERT)), TrainConfig(
+            data, str(scratch / kind), batch_size=2, accumulation=2, sequence_length=32, eval_every=0, parallel=kind
+        ))  # fmt: skip
+        assert trainer.bf16
+        for trainer.step in range(3):
+            trainer._train_step()
+        torch.cuda.set_sync_debug_mode("error")
+        trainer.step = 3
+        trainer._train_step()
+        torch.cuda.set_sync_debug_mode("default")
+        trainer.step = 4
+        trainer.save()
 
 
 def gradients():
@@ -382,6 +418,8 @@ if __name__ == "__main__":
         torch.optim.AdamW([torch.zeros(1)])  # imports a thousand modules, once for all children
     if kind == "gradients":
         gradients()
+    elif kind == "gpus":
+        gpus()
     elif kind == "parallel":
         parallel(sys.argv[4])
     elif kind == "parallel-kill":
