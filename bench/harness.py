@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,7 @@ class Samples:
     ms: list[float]
     how: str
     error: float = 0.0
+    facts: dict = field(default_factory=dict)  # more for the row, of the first turn
 
 
 def sample_on_gpu(case: Case, implementation: Implementation, replays: int) -> Samples:
@@ -207,6 +208,7 @@ def measure(case: Case, result: dict, sample: Callable[[Case, Implementation], S
             timing = Timing.of([ms for turn in turns for ms in turn.ms], turns[0].how)
             row |= {"ms": timing.ms, "p20": timing.p20, "p80": timing.p80, "timing": timing.how}
             row["error"] = max(error, *(turn.error for turn in turns))
+            row |= turns[0].facts
     return rows
 
 
@@ -384,9 +386,14 @@ def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] |
 
 
 def on_gpu(
-    benchmark: str, make_cases: Callable[[], list[Case]], options: argparse.Namespace, partial: bool = False
+    benchmark: str,
+    make_cases: Callable[[], list[Case]],
+    options: argparse.Namespace,
+    partial: bool = False,
+    sample: Callable[[Case, Implementation], Samples] | None = None,
 ) -> int:
-    """Measure, write and draw; ``partial`` where the cases aren't all that the full result has. Returns as ``main``."""
+    """Measure, write and draw; ``partial`` where the cases aren't all that the full result has. ``sample`` stands in
+    for :func:`sample_on_gpu`. Returns as ``main``."""
     began = time.perf_counter()
     torch._functorch.config.donated_buffer = False  # a compiled backward refuses retain_graph=True otherwise
     cases = [case for case in make_cases() if options.only in f"{case.op} {case.name}"]
@@ -408,7 +415,8 @@ def on_gpu(
         path = options.out / f"{benchmark}-{card}{suffix}.json"
         print(title(result), flush=True)
         replays = QUICK_REPLAYS if options.quick else REPLAYS
-        failed = run(cases, result, path, lambda case, implementation: sample_on_gpu(case, implementation, replays))
+        by_graph = lambda case, implementation: sample_on_gpu(case, implementation, replays)  # noqa: E731
+        failed = run(cases, result, path, sample or by_graph)
     chart(result, path.with_suffix(".png"))
     print(f"copy bandwidth {bandwidth(result)}; {time.perf_counter() - began:.0f} s; written to {path}")
     if failed:

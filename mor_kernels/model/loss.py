@@ -16,16 +16,16 @@ from ..ops._numeric import wide
 CHUNK = 4096  # rows: 0.4 GB of logits in bf16 for 49,152 tokens; with fewer, the products leave a GPU partly idle
 
 
-def rows_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the cross-entropies of logits (n, V) against targets (n,), -100 for none, and its gradient, softmax minus
-    one-hot, in the logits' dtype. Computed in fp32, in fp64 for fp64."""
+def rows_loss_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of logits (n, V) against targets (n,), -100 for none; the logits become its gradient,
+    softmax minus one-hot. Computed in fp32, in fp64 for fp64."""
     scores = logits.to(wide(logits.dtype))
     given, targets = targets >= 0, targets.clamp(min=0)[:, None]
     log_sums = scores.logsumexp(1, keepdim=True)
     total = torch.where(given, (log_sums - scores.gather(1, targets))[:, 0], 0).sum()
     chosen = torch.arange(logits.shape[1], device=logits.device) == targets
-    gradient = torch.where(given[:, None], (scores - log_sums).exp() - chosen.to(scores.dtype), 0)
-    return total, gradient.to(logits.dtype)
+    logits.copy_(torch.where(given[:, None], (scores - log_sums).exp() - chosen.to(scores.dtype), 0))
+    return total
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -40,14 +40,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The gradients are computed in the forward pass, while a chunk's logits are there."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, rows_loss):
+    def forward(ctx, x, weight, targets, rows_loss_):
         total = x.new_zeros((), dtype=wide(x.dtype))
         d_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if ctx.needs_input_grad[1] else None
         for start in range(0, len(x), CHUNK):
             chunk = slice(start, start + CHUNK)
-            loss, gradient = rows_loss(x[chunk] @ weight.T, targets[chunk])
-            total += loss
+            gradient = x[chunk] @ weight.T  # the logits, until their loss is known
+            total += rows_loss_(gradient, targets[chunk])
             if d_x is not None:
                 torch.mm(gradient, weight, out=d_x[chunk])
             if d_weight is not None:
@@ -66,17 +66,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, rows_loss: Callable = rows_loss
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, rows_loss_: Callable = rows_loss_
 ) -> torch.Tensor:
     """Sum of the cross-entropies of ``x @ weight.T``, a scalar in fp32 (fp64 for fp64), differentiable once.
 
     Args:
         x: (n, D); weight: (V, D), of the same dtype, or under autocast of any.
         targets: (n,) int64, -100 for rows without one.
-        rows_loss: see :func:`rows_loss`; a compiled one, for example.
+        rows_loss_: see :func:`rows_loss_`; a compiled one, for example.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(x, weight, targets, rows_loss)
+        return _LinearCrossEntropy.apply(x, weight, targets, rows_loss_)

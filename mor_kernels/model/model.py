@@ -21,7 +21,7 @@ from .config import MoRConfig
 from .convert import dense_to_recursive, read_dense
 from .keys_values import BatchedKeyValues, PackedKeyValues
 from .layers import Layer, LoRA, Router, for_any_rows, mixed_adapter
-from .loss import linear_cross_entropy, rows_loss
+from .loss import linear_cross_entropy, rows_loss_
 
 
 class MoROutput(NamedTuple):
@@ -48,7 +48,7 @@ class MoR(nn.Module):
         # Compute each layer anew in the backward pass, from its input, in place of keeping what it computed: the
         # routers' choices stay, since no router is in a layer.
         self.activation_checkpointing = False
-        self.rows_loss = rows_loss
+        self.rows_loss_ = rows_loss_
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_unique_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -138,7 +138,7 @@ class MoR(nn.Module):
         """
         for layer in self.layers:
             layer.compile_rows(**options)
-        self.rows_loss = for_any_rows(rows_loss, **options)
+        self.rows_loss_ = for_any_rows(rows_loss_, **options)
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
         """See :meth:`MoRConfig.kept`."""
@@ -208,7 +208,7 @@ class MoR(nn.Module):
                 total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
             else:
                 rows = self.norm(x).flatten(0, 1)
-                total = linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.rows_loss)
+                total = linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.rows_loss_)
             losses = {"lm": total / count, **losses}
             coefficients = {
                 "lm": 1.0,

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -61,6 +62,7 @@ class TrainConfig:
     device: str = "auto"  # CUDA where there is one, else the CPU
     precision: str = "auto"  # "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
     compile: bool = False  # torch.compile what treats each token alone
+    cuda_graphs: bool = False  # launch a micro-step's forward and backward pass as one CUDA graph
     activation_checkpointing: bool = False  # compute each layer twice and keep its input only: less memory, more time
     parallel: str = "ddp"  # under torchrun: each process has the whole model, or with "fsdp" a part of it
     log_every: int = 10
@@ -116,6 +118,44 @@ def train(model, config: TrainConfig) -> Trainer:
         trainer = Trainer(model, config)
         trainer.run()
         return trainer
+
+
+class Captured:
+    """A forward and backward pass on tensors of fixed shapes as one CUDA graph: the host launches it, not its thousands
+    of kernels. Nothing in it may wait for the device."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], forward_backward: Callable, *inputs: torch.Tensor):
+        self.parameters, self.inputs = list(parameters), [tensor.clone() for tensor in inputs]
+        given = [parameter.grad for parameter in self.parameters]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, and loads kernels
+                self._forget()
+                forward_backward(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._forget()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = forward_backward(*self.inputs)
+        self.gradients = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, given):
+            parameter.grad = gradient
+
+    def _forget(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
+        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
+        for own, new in zip(self.inputs, inputs):
+            own.copy_(new)
+        self.graph.replay()
+        for parameter, gradient, earlier in zip(self.parameters, self.gradients, before):
+            if gradient is not None:
+                parameter.grad = gradient if earlier is None else gradient.add_(earlier)
+        return [output.clone() for output in self.outputs]
 
 
 @contextmanager
@@ -174,6 +214,13 @@ class Trainer:
         self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
         self.model = model.to(self.device)
         self.model.activation_checkpointing = config.activation_checkpointing
+        if config.cuda_graphs and (self.device.type != "cuda" or model.config.router == "token_choice"):
+            raise ValueError("cuda_graphs: expected false on a CPU, and with token_choice, where the host reads how many "
+                             f"tokens each recursion takes; got true on {self.device}, {model.config.router}")
+        if config.cuda_graphs and self.world_size > 1:
+            raise ValueError("cuda_graphs: expected false for several processes, since FSDP2's gathering and reducing "
+                             "can't be part of a graph, got true")
+        self.captured: Captured | None = None
         if config.compile:
             self.model.compile_rows()
         self.out = Path(config.out)
@@ -294,14 +341,9 @@ class Trainer:
         for micro in range(config.accumulation):
             if self.shards:
                 self.shards.begin(last=micro == config.accumulation - 1)
-            inputs, targets = self._to_device(self.loader.batch(self.step, micro))
-            with self._precision():
-                output = model(inputs, targets=targets, ks=self.kept, logits=False)
-                (output.loss / config.accumulation).backward()
-            terms = {"loss": output.loss, **output.losses, **output.metrics}
-            self.names = [*terms, "gradient_norm"]
-            row = row + torch.stack([term.detach().float() for term in terms.values()]) / config.accumulation
-            depths.append(output.depths)
+            terms, reached = self._micro_step(*self._to_device(self.loader.batch(self.step, micro)))
+            row = row + terms / config.accumulation
+            depths.append(reached)
         if self.shards:
             self.shards.end()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
@@ -332,6 +374,23 @@ class Trainer:
         self.depths += self.own_depths
         self.own_window.clear()
         self.own_depths.zero_()
+
+    def _micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds to the gradients; returns the losses and metrics, stacked, and the depths."""
+        settled = self.kept == self.model.kept(self.config.sequence_length)  # capacities have been warmed up
+        if not (self.config.cuda_graphs and settled):
+            return self._forward_backward(inputs, targets)
+        if self.captured is None:
+            self.captured = Captured(self.model.parameters(), self._forward_backward, inputs, targets)
+        return self.captured(inputs, targets)
+
+    def _forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._precision():
+            output = self.model(inputs, targets=targets, ks=self.kept, logits=False)
+            (output.loss / self.config.accumulation).backward()
+        terms = {"loss": output.loss, **output.losses, **output.metrics}
+        self.names = [*terms, "gradient_norm"]
+        return torch.stack([term.detach().float() for term in terms.values()]), output.depths
 
     def _precision(self):
         # `Shards` gathers in bf16 by itself

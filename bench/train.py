@@ -1,0 +1,284 @@
+"""Training steps: ours against plain PyTorch under torch.compile.
+
+    python bench/train.py [--size 360M] [--batch 16] [--length 2048] [--quick] [--only mor-2] [--out DIR] [--commit HASH]
+
+A step is forward, backward, clipping and AdamW (fused) on fp32 weights that are computed with in bf16; everything but
+the reading of data. Plain is the same model in plain PyTorch, compiled as a whole: SDPA with FlashAttention-2, topk,
+sort, gather, scatter_add, and a cross-entropy of all logits. Before they are timed, the gradients of each are compared
+with those of plain PyTorch in fp32. Floating-point operations are the useful ones: of tokens that a recursion keeps,
+and pairs that the mask keeps. Memory is the most that was allocated during a step, weights and optimizer included.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.harness import Case, Implementation, Samples, _elapsed, close, command_line, on_gpu, require
+from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.train.loop import Captured, parameters_in
+
+CASES = {
+    "vanilla": {},
+    "recursive-2": {"num_recursions": 2},
+    "recursive-3": {"num_recursions": 3},
+    **{
+        f"mor-{recursions}{kind}{kv}": {
+            "num_recursions": recursions, "router": router, "kv": strategy,
+            **({"num_hidden_layers": 34} if recursions == 4 else {}),
+        }
+        for kind, router in (("", "expert_choice"), ("-token", "token_choice"))
+        for recursions in (2, 3, 4)
+        for kv, strategy in (("", "recursion_wise"), ("-shared", "shared"))
+    },
+}  # fmt: skip
+PLAIN = ("vanilla", "recursive-2", "recursive-3", "mor-2", "mor-3", "mor-4")
+WARMUP, STEPS, QUICK_STEPS = 4, 8, 4
+CHECKED = 2  # sequences whose gradients are compared: in fp32 more would need more memory than some cards have
+# Of a parameter's gradient, relative to its norm: twice the distance that plain PyTorch has in bf16, and a little. There
+# it is 2 to 5 % after 30 layers, where some tokens change sides too.
+TIMES_PLAIN, BESIDES = 2, 0.02
+# What a kernel is for, by its name; the first that fits. The rest is counted as elementwise.
+KERNELS = {
+    "attention": r"flash|fmha|attention|attend|delta|hopper",
+    "matmul": r"gemm|nvjet|cutlass|cublas|splitK|matmul",
+    "routing": r"route|score|choose|select|scatter|gather|topk|sort|radix|pack|rope|rotate|histogram",
+    "optimizer": r"multi_tensor|adam|lpnorm",
+    "copies": r"memcpy|memset|copy|fill",
+}
+
+
+def plain_loss(model: MoR, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
+    """The loss of `model` on (B, N) tokens, all positions real, computed by PyTorch alone (no router, or expert-choice
+    with linear routers; keys and values recursion-wise)."""
+    config = model.config
+    batch, length = ids.shape
+    angles = torch.arange(length, device=ids.device)[:, None] * config.rope_theta ** (
+        -torch.arange(0, config.head_dim, 2, device=ids.device) / config.head_dim
+    )
+    table = torch.stack((angles.cos(), angles.sin()))  # (2, N, d/2)
+
+    def rotate(x, positions):
+        cos, sin = (t[positions][:, :, None].to(x.dtype) for t in table)
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def apply(layer, x, positions):
+        attention, h = layer.self_attn, layer.input_layernorm(x)
+        q, k, v = (linear(h).unflatten(-1, (-1, config.head_dim))
+                   for linear in (attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
+        q, k = rotate(q, positions), rotate(k, positions)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+        h = layer.post_attention_layernorm(x)
+        return x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+
+    everyone = torch.arange(length, device=ids.device).expand(batch, length)
+    x = apply(model.layers[0], model.embed_tokens(ids), everyone)
+    losses, kept = [], everyone
+    for r, layers in enumerate(config.recursion_layers):
+        rows, gates = x, None
+        if config.router == "expert_choice":
+            candidates = x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))
+            logits = candidates.float() @ model.routers[r].weight[0].float()
+            places = logits.topk(ks[r], sorted=False).indices.sort().values if r else everyone
+            chosen = torch.zeros_like(logits).scatter(1, places, 1)
+            losses.append(F.binary_cross_entropy_with_logits(logits, chosen))
+            gates = config.alpha * logits.gather(1, places).sigmoid()
+            kept = kept.gather(1, places)
+            rows = candidates.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+        for layer in layers:
+            rows = apply(model.layers[layer], rows, kept)
+        if gates is None:
+            x = rows
+        else:
+            x = x.scatter_add(1, kept[..., None].expand_as(rows), (gates[..., None] * rows).to(x.dtype))
+    x = apply(model.layers[-1], x, everyone)
+    scores = F.linear(model.norm(x), model.head_weight)
+    loss = F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+    return loss + config.aux_coeff * sum(losses) if losses else loss
+
+
+def our_loss(model: MoR, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
+    return model(ids, targets=targets, ks=ks, logits=False).loss
+
+
+class Step:
+    """An optimizer step of a model, on the tokens of `inputs`."""
+
+    def __init__(self, inputs: SimpleNamespace, how: str):
+        torch.manual_seed(0)
+        self.model = MoR(inputs.config).to(inputs.ids.device)
+        self.inputs, self.loss = inputs, our_loss
+        if how == "plain":
+            self.loss = torch.compile(plain_loss, fullgraph=True, dynamic=False)
+        elif how == "plain eager":
+            self.loss = plain_loss
+        elif how.startswith("ours"):
+            self.model.compile_rows()
+        self.captured = None
+        if how == "ours, graph":
+            self.captured = Captured(self.model.parameters(), self.backward)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
+                                           fused=inputs.ids.is_cuda)  # fmt: skip
+
+    def backward(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        inputs, config = self.inputs, self.inputs.config
+        backend = SDPBackend.FLASH_ATTENTION if dtype != torch.float32 else SDPBackend.EFFICIENT_ATTENTION
+        with parameters_in(self.model, dtype), sdpa_kernel([backend, SDPBackend.MATH]):
+            loss = self.loss(self.model, inputs.ids, inputs.targets, config.kept(inputs.ids.shape[1]))
+            loss.backward()
+        return (loss.detach(),)
+
+    def gradients(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+        (loss,) = self.captured() if self.captured else self.backward(dtype)
+        return {"loss": loss, **{name: parameter.grad for name, parameter in self.model.named_parameters()}}
+
+    def __call__(self) -> None:
+        self.captured() if self.captured else self.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def make(config: MoRConfig, batch: int, length: int, device: str, seed: int) -> SimpleNamespace:
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.randint(config.vocab_size, (batch, length + 1), generator=generator, device=device)
+    return SimpleNamespace(config=config, ids=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+
+
+def check(inputs: SimpleNamespace, outputs: dict[str, torch.Tensor], ours: bool) -> float:
+    """Gradients against those of plain PyTorch in fp32: the largest distance, as a share of what is allowed."""
+    config = inputs.config
+    require(all(value is not None for value in outputs.values()), "a parameter has no gradient")
+    if config.router == "token_choice" or config.kv != "recursion_wise":  # plain PyTorch has none; the tests compare
+        require(all(value.isfinite().all() for value in outputs.values()), "a gradient is not finite")
+        return 0.0
+    plain = Step(inputs, "plain eager")
+    want = plain.gradients(torch.float32)
+    plain.optimizer.zero_grad()
+    loss = close("loss", outputs["loss"], want["loss"].double(), 0.01)
+
+    def distances(found):
+        return torch.stack([(found[name] - want[name]).norm() / want[name].norm() for name in want])
+
+    zero = torch.zeros((), device=inputs.ids.device)
+    allowed = TIMES_PLAIN * distances(plain.gradients()) + BESIDES
+    return max(loss, close("gradients", distances(outputs), zero.expand(len(want)), allowed))
+
+
+def flops(config: MoRConfig, length: int) -> int:
+    """Of a training step on one sequence: matrix products three times the forward's, attention three and a half."""
+    shares = config.kept(length) or (length,) * config.num_recursions
+    if config.router == "token_choice":  # balanced: as many tokens end at each recursion
+        shares = tuple(length * (config.num_recursions - r) // config.num_recursions
+                       for r in range(config.num_recursions))  # fmt: skip
+    width, d, heads, groups = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    queries, keys = 2 * width * heads * d * 2, 2 * width * groups * d * 2
+    mlp = 6 * width * config.intermediate_size
+
+    def layer(kept, shared):
+        pairs = kept * (length + 1) // 2 if shared else kept * (kept + 1) // 2
+        return 3 * kept * (queries + mlp + (0 if shared else keys)) + 7 * 2 * d * heads * pairs
+
+    total = 2 * config.has_own_ends * layer(length, False) + 3 * 2 * width * config.vocab_size * length
+    for r, (kept, layers) in enumerate(zip(shares, config.recursion_layers)):
+        total += len(layers) * layer(kept, r > 0 and config.kv == "shared")
+    return total
+
+
+def kernel_table(run) -> dict[str, float]:
+    """Milliseconds on the GPU of one call of `run` by what the kernels are for, and of the ten longest by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    groups, names = Counter(), Counter()
+    for event in profile.key_averages():
+        ms = event.self_device_time_total / 1e3
+        fits = (group for group, pattern in KERNELS.items() if re.search(pattern, event.key, re.I))
+        groups[next(fits, "elementwise")] += ms
+        names[f"{event.count} x {event.key[:90]}"] += ms
+    return {"by_kind": dict(groups.most_common()), "longest": dict(names.most_common(60))}
+
+
+def sample(case: Case, implementation: Implementation, steps: int, *, shape: tuple[int, int], known: dict) -> Samples:
+    inputs = make(case.make(0).config, *shape, "cuda", 1)
+    began = time.perf_counter()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    step = Step(inputs, implementation.name)
+    for _ in range(WARMUP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    ms = _elapsed(step, steps)
+    key = case.name, implementation.name
+    if key not in known:
+        tokens = inputs.ids.numel()
+        known[key] = {"tokens": tokens, "peak_bytes": torch.cuda.max_memory_allocated() - before,
+                      "seconds to start": time.perf_counter() - began, "parameters": sum(p.numel() for p in step.model.parameters()), **kernel_table(step)}  # fmt: skip
+        print(case.name, implementation.name, ms, known[key], flush=True)
+    return Samples(ms, "events", facts=known[key])
+
+
+def cases(names: Iterable[str], size: str, batch: int, length: int) -> list[Case]:
+    made = []
+    for name in names:
+        config = MoRConfig.from_size(size, max_position_embeddings=max(2048, length), **CASES[name])
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in MoR(config).parameters())
+        rivals = [Implementation("plain", lambda inputs: Step(inputs, "plain eager").gradients)] if name in PLAIN else []
+        ours = [Implementation("ours", lambda inputs: Step(inputs, "ours").gradients, ours=True)]
+        if config.router != "token_choice":
+            ours.append(
+                Implementation("ours, graph", lambda inputs: Step(inputs, "ours, graph").gradients, ours=True)
+            )
+        made.append(
+            Case(
+                op="train step", name=name, nbytes=28 * parameters,  # what AdamW reads and writes
+                make=functools.partial(make, config, CHECKED, length, "cuda"), check=check,
+                implementations=(*rivals, *ours), flops=batch * flops(config, length),
+            )
+        )  # fmt: skip
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = command_line("train")
+    parser.add_argument("--size", default="360M", help="of the paper: 135M, 360M, 730M, 1.7B")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CASES)}; all if none is named")
+    options = parser.parse_args(argv)
+    if unknown := set(options.models) - set(CASES):
+        parser.error(f"MODEL: expected of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
+        return 2
+    partial = bool(options.models) or (options.size, options.batch, options.length) != ("360M", 16, 2048)
+    steps = QUICK_STEPS if options.quick else STEPS
+    known: dict = {}
+    return on_gpu(
+        "train", lambda: cases(options.models or CASES, options.size, options.batch, options.length), options, partial,
+        lambda case, implementation: sample(
+            case, implementation, steps, shape=(options.batch, options.length), known=known
+        ),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
