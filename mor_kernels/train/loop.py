@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -194,6 +195,7 @@ def processes(device: str = "auto"):
         if started:
             parallel.forget_groups()
             dist.destroy_process_group()
+            gc.collect()  # a model in parts, which is in cycles, holds its groups too
 
 
 class Trainer:
