@@ -204,10 +204,11 @@ def _train_in_step(out: Path, fields: dict, settings: dict, dense: dict | None, 
         layers = f"{config.num_hidden_layers} layers unrolled, {config.num_unique_layers} of them unique"
         print(f"{parameters / 1e6:.2f} M parameters, {layers}, {len(tokens):,} tokens", flush=True)
     trainer = train(model, TrainConfig(data=str(out / "data"), out=str(out), **settings))
+    if not trainer.interrupted:
+        trainer.save_model(out / "model")
     if rank == 0 and trainer.interrupted:
         print(f"stopped at step {trainer.step}; the same command goes on from there")
     elif rank == 0:
-        model.save_pretrained(out / "model")
         shutil.copy(tokens.tokenizer_file, out / "model" / "tokenizer.json")
         _summarise(trainer)
     return 130 if trainer.interrupted else 0

@@ -73,7 +73,8 @@ class Layer(nn.Module):
             return y.view(*x.shape[:-1], y.shape[-1] // d, d)
 
         attended = attend(project, self.self_attn.heads, positions, self.theta)
-        return self.after_attention(rows, attended.flatten(-2).flatten(0, -2)).view(x.shape)
+        out = self.after_attention(rows, attended.flatten(-2).flatten(0, -2))
+        return torch.ops.aten._unsafe_view(out, x.shape)  # no view for autograd: FSDP2 warns of hooks on those
 
     def before_attention(self, rows, adapter: Adapter | None, keys: bool):
         return self.self_attn.project(self.input_layernorm(rows), adapter, keys)

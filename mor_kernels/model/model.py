@@ -445,11 +445,14 @@ class MoR(nn.Module):
             torch.distributed.all_reduce(counts)
         self.router_bias.copy_(ops.router_bias_update(self.router_bias, counts, self.config.bias_update_rate))
 
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed."""
+    def save_pretrained(self, directory: str | os.PathLike, state: dict[str, torch.Tensor] | None = None) -> None:
+        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed.
+
+        ``state`` is the model's state dict, if that is divided among processes and somebody put it together.
+        """
         os.makedirs(directory, exist_ok=True)
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
-        state = separate(self.state_dict(), self.config)
+        state = separate(self.state_dict() if state is None else state, self.config)
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights + ".tmp", {"format": "pt"})
         os.replace(weights + ".tmp", weights)
         with open(config + ".tmp", "w") as file:
@@ -477,8 +480,13 @@ class MoR(nn.Module):
         return model
 
     def load_checked(self, state: dict[str, torch.Tensor], source: str) -> None:
-        """Load a state dict whose names and shapes are those of this model's file, or say what differs."""
-        own = separate(self.state_dict(), self.config)
+        """Load what a model's file holds, or say what differs from this one's."""
+        self.load_state_dict(self.checked(state, source))
+
+    def checked(self, state: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:
+        """What a model's file holds as this model's state dict; a ValueError where names or shapes differ."""
+        shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self.state_dict().items()}
+        own = separate(shapes, self.config)
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
             raise ValueError(
@@ -489,7 +497,7 @@ class MoR(nn.Module):
                 raise ValueError(
                     f"{source}: {name}: expected shape {tuple(value.shape)}, got {tuple(state[name].shape)}"
                 )
-        self.load_state_dict(join(state))
+        return join(state)
 
     @classmethod
     def from_dense(cls, dense, config: MoRConfig, init: str = "stepwise") -> MoR:

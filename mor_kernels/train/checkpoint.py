@@ -3,6 +3,11 @@
 A checkpoint is a folder `step-00000100` with config.json and model.safetensors (so it is also a model folder for
 `from_pretrained`), trainer.pt (optimizer, RNG states), trainer.json (step and settings) and checkpoint.json (size and
 SHA-256 of the others). It is written under a temporary name beside the others, flushed to disk and renamed.
+
+A model that several processes hold in parts is written in the same format, whole, by the first of them, so any number
+of processes can go on from it, and a crash of any of them is the same as a crash of one. torch.distributed.checkpoint
+would write the parts in parallel, but opens a checkpoint with pickle, which runs what is in it, and is no model folder.
+Its gain is small here: recursions share their parameters, of which the paper's largest model has 1.7 billion in all.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
 
 _TEMPORARY = ".tmp-"
 _FILES = {"config.json", "model.safetensors", "trainer.json", "trainer.pt"}
@@ -118,28 +125,57 @@ def tidy(directory: str | Path, keep: int) -> None:
         _remove(old)
 
 
+def whole(state: dict, keep: bool) -> dict:
+    """A state dict whose DTensors are gathered to the CPU, one after another, or None where `keep` is false.
+
+    All processes have to call it. Other tensors are left as they are.
+    """
+
+    def gather(value):
+        if not hasattr(value, "full_tensor"):
+            return value
+        full = value.full_tensor()
+        return full.cpu() if keep else None
+
+    return tree_map(gather, state)
+
+
+def _divided(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, which all processes have, in parts if `like` is."""
+    if not hasattr(like, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # importing it takes a second
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
 def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimizer, state: dict, tensors: dict,
          *, keep: int = 3) -> Path:
     """Writes checkpoint `step` into `directory` and returns its folder; then only the last `keep` are left.
 
     `state` is anything JSON can hold, `tensors` a dict of tensors; both come back from `load`. The RNG states of
-    python, numpy, torch and CUDA are saved with them. Raises FileExistsError if the step has been saved already.
+    python, numpy, torch and CUDA are saved with them. Raises FileExistsError if the step has been saved already. Of
+    several processes all have to call it, and the first one writes.
     """
     directory = Path(directory)
     path = directory / f"step-{step:08d}"
     if not _fault(path):
         raise FileExistsError(f"{path}: a checkpoint of step {step} exists already")
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    model_state, optimizer_state = whole(model.state_dict(), writes), whole(optimizer.state_dict(), writes)
+    if not writes:
+        return path
     directory.mkdir(parents=True, exist_ok=True)
     aside = directory / f"{_TEMPORARY}{path.name}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
 
-    model.save_pretrained(aside)
+    model.save_pretrained(aside, model_state)
     name, keys, *rest = np.random.get_state()
     rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
     (aside / "trainer.json").write_text(json.dumps({"step": step, "rng": rng, "state": state}))
     rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    torch.save({"optimizer": optimizer.state_dict(), "rng": rng, "tensors": tensors}, aside / "trainer.pt")
+    torch.save({"optimizer": optimizer_state, "rng": rng, "tensors": tensors}, aside / "trainer.pt")
     files = {file.name: {"bytes": file.stat().st_size, "sha256": file_hash(file)} for file in sorted(aside.iterdir())}
     (aside / "checkpoint.json").write_text(json.dumps({"files": files}, indent=1))
     for file in [*aside.iterdir(), aside]:
@@ -174,14 +210,22 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
         raise ValueError(f"{path / 'config.json'}: checkpoint of another model; " + "; ".join(differences))
 
     trainer = json.loads((path / "trainer.json").read_text())
-    loaded = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+    # Several processes of a machine share the file's pages, of which each copies its part.
+    loaded = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True, mmap=dist.is_initialized())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entry in loaded["optimizer"]["state"].items():
+        for key, value in entry.items():
+            if index < len(parameters) and value.shape == parameters[index].shape:  # not a count of steps
+                entry[key] = _divided(value, parameters[index])
     for saved_group, group in zip(loaded["optimizer"]["param_groups"], optimizer.param_groups):
         saved_group.update({key: value for key, value in group.items() if key != "params"})
     try:
         optimizer.load_state_dict(loaded["optimizer"])
     except ValueError as error:
         raise ValueError(f"{path / 'trainer.pt'}: optimizer state doesn't fit this optimizer: {error}") from None
-    model.load_checked(load_file(path / "model.safetensors"), str(path / "model.safetensors"))
+    own = model.state_dict()
+    weights = model.checked(load_file(path / "model.safetensors"), str(path / "model.safetensors"))
+    model.load_state_dict({name: _divided(value, own[name]) for name, value in weights.items()})
 
     version, internal, gauss = trainer["rng"]["python"]
     random.setstate((version, tuple(internal), gauss))

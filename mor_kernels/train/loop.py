@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -64,6 +65,7 @@ class TrainConfig:
     compile: bool = False  # torch.compile what treats each token alone
     cuda_graphs: bool = False  # launch a micro-step's forward and backward pass as one CUDA graph
     activation_checkpointing: bool = False  # compute each layer twice and keep its input only: less memory, more time
+    parallel: str = "ddp"  # under torchrun: each process has the whole model, or with "fsdp" a part of it
     log_every: int = 10
     eval_every: int = 100  # 0: never
     eval_batches: int = 8
@@ -97,7 +99,8 @@ class TrainConfig:
         if not (isinstance(betas, (tuple, list)) and len(betas) == 2
                 and all(_is_a("float", beta) and 0 <= beta < 1 for beta in betas)):
             raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
-        for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("auto", "float32", "bfloat16"))):
+        for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("auto", "float32", "bfloat16")),
+                              ("parallel", ("ddp", "fsdp"))):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
         if not (self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1):
@@ -109,7 +112,8 @@ def train(model, config: TrainConfig) -> Trainer:
     """Trains `model` (a MoR) and returns the finished Trainer.
 
     Under torchrun the processes train data-parallel: every one reads its share of each step's sequences, and the
-    gradients are averaged.
+    gradients are averaged. The parameters of `model` are DTensors then; each checkpoint is a folder for
+    `MoR.from_pretrained`.
     """
     with processes(config.device):
         trainer = Trainer(model, config)
@@ -182,12 +186,16 @@ def processes(device: str = "auto"):
         cuda = device == "auto" and torch.cuda.is_available() or device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        from . import parallel  # likewise before a process group is made
+
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
         yield dist.get_rank() if dist.is_initialized() else 0
     finally:
         if started:
+            parallel.forget_groups()
             dist.destroy_process_group()
+            gc.collect()  # a model in parts, which is in cycles, holds its groups too
 
 
 class Trainer:
@@ -199,8 +207,10 @@ class Trainer:
 
     def __init__(self, model, config: TrainConfig):
         self.config = config
-        parallel = dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if config.parallel == "fsdp" and self.world_size == 1:
+            raise ValueError('parallel: expected "ddp" for a single process, got "fsdp", which divides the model among '
+                             "those that torchrun starts")
         device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         self.device = torch.device(device)
         self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
@@ -209,6 +219,9 @@ class Trainer:
         if config.cuda_graphs and (self.device.type != "cuda" or model.config.router == "token_choice"):
             raise ValueError("cuda_graphs: expected false on a CPU, and with token_choice, where the host reads how many "
                              f"tokens each recursion takes; got true on {self.device}, {model.config.router}")
+        if config.cuda_graphs and self.world_size > 1:
+            raise ValueError("cuda_graphs: expected false for several processes, since FSDP2's gathering and reducing "
+                             "can't be part of a graph, got true")
         self.captured: Captured | None = None
         if config.compile:
             self.model.compile_rows()
@@ -241,11 +254,17 @@ class Trainer:
         self.loader = Loader(part, config.sequence_length, config.batch_size, accumulation=config.accumulation,
                              seed=config.seed, **place)
 
+        self.shards = None
+        if self.world_size > 1:
+            from .parallel import Shards  # only where it's needed: importing FSDP takes a second
+
+            self.shards = Shards(self.model, config.parallel, self.device, self.bf16)
         matrices, others = [], []
         for name, parameter in model.named_parameters():
             # The recursion encoding is a table of elementwise gains, not a matrix that multiplies.
             decays = parameter.ndim >= 2 and name != "recursion_encoding"
             (matrices if decays else others).append(parameter)
+        self.parameters = [*matrices, *others]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas,
                                            fused=self.device.type == "cuda")
@@ -255,6 +274,8 @@ class Trainer:
         self.names: list[str] = []  # of the columns of `window`
         self.window: list[torch.Tensor] = []  # one row a step since the last log line, on the device
         self.depths = torch.zeros(model.config.num_recursions + 1, dtype=torch.int64, device=self.device)
+        # The same of this process alone, since the last time that the processes shared it.
+        self.own_window, self.own_depths = [], torch.zeros_like(self.depths)
         # What has to be the same for a resumed run to see the same data.
         self.data = {"tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
                      "sequence_length": config.sequence_length,
@@ -265,6 +286,7 @@ class Trainer:
         if incomplete and not path:
             raise ValueError(f"{self.checkpoints}: expected a complete checkpoint to go on from, found none; remove it "
                              f"to start anew. {'; '.join(incomplete.values())}")
+        self._agree_on(path)
         if path:
             self._resume(path)
         if self.rank == 0:
@@ -279,9 +301,6 @@ class Trainer:
             if not self.metrics.stat().st_size:
                 self._write({"step": 0, "unigram_entropy": self.unigram_entropy, "training_tokens": len(part),
                              "parameters": sum(p.numel() for p in model.parameters())})
-        if parallel:
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, 0)
 
     def run(self) -> None:
         """Trains until `config.steps`, or until SIGINT or SIGTERM: then the step is finished, saved, and the run ends.
@@ -322,26 +341,41 @@ class Trainer:
         model.train()
         row, depths = 0, []
         for micro in range(config.accumulation):
+            if self.shards:
+                self.shards.begin(last=micro == config.accumulation - 1)
             terms, reached = self._micro_step(*self._to_device(self.loader.batch(self.step, micro)))
             row = row + terms / config.accumulation
             depths.append(reached)
-        depths = torch.cat(depths)
-        counts = torch.stack([(depths == depth).sum() for depth in range(len(self.depths))])
-        if self.world_size > 1:
-            for parameter in model.parameters():
-                if parameter.grad is None:  # another process may have one
-                    parameter.grad = torch.zeros_like(parameter)
-            tensors = [*(parameter.grad for parameter in model.parameters()), row, counts]
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
-            torch._foreach_div_([tensor for tensor in tensors if tensor is not counts], self.world_size)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        if self.shards:
+            self.shards.end()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.shards:
+            norm = norm.full_tensor()  # of all processes' parts
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, config.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        depths = torch.cat(depths)
         model.update_router_bias(depths)
         # Kept on the device: reading a number would make the host wait for it at every step.
-        self.window.append(torch.cat([row, norm.reshape(1).float()]))
-        self.depths += counts
+        self.own_window.append(torch.cat([row, norm.reshape(1).float()]))
+        self.own_depths += torch.stack([(depths == depth).sum() for depth in range(len(self.depths))])
+
+    def _share_metrics(self) -> None:
+        """Averages over the processes what each noted since the last time."""
+        if not self.own_window:
+            return
+        rows = torch.stack(self.own_window)
+        if self.world_size > 1:
+            # Not all_reduce, whose order of summation depends on a number's place among the others, so that a resumed
+            # run of three processes or more could log another last bit.
+            everyone = [torch.empty_like(rows) for _ in range(self.world_size)]
+            dist.all_gather(everyone, rows)
+            rows = torch.stack(everyone).mean(0)
+            dist.all_reduce(self.own_depths)
+        self.window += rows.unbind()
+        self.depths += self.own_depths
+        self.own_window.clear()
+        self.own_depths.zero_()
 
     def _micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds to the gradients; returns the losses and metrics, stacked, and the depths."""
@@ -361,7 +395,8 @@ class Trainer:
         return torch.stack([term.detach().float() for term in terms.values()]), output.depths
 
     def _precision(self):
-        return parameters_in(self.model, torch.bfloat16) if self.bf16 else nullcontext()
+        # `Shards` gathers in bf16 by itself
+        return parameters_in(self.model, torch.bfloat16) if self.bf16 and not self.shards else nullcontext()
 
     def _to_device(self, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         if self.device.type == "cuda":
@@ -379,6 +414,7 @@ class Trainer:
 
     def _read_window(self) -> torch.Tensor:
         """Rows of the steps since the last log line, float64; raises FloatingPointError if one isn't finite."""
+        self._share_metrics()
         rows = torch.stack(self.window).double().cpu()
         for step, row in enumerate(rows.tolist(), self.step - len(rows) + 1):
             for name, value in zip(self.names, row):
@@ -433,23 +469,44 @@ class Trainer:
             result[f"validation_loss{suffix}"] = total.item()
             result[f"validation_depth_mix{suffix}"] = (counts[1:] / counts[1:].sum()).tolist()
         self.model.train()
+        if self.shards:
+            self.shards.end()
         return result
 
     def save(self) -> None:
         """Writes a checkpoint of the current step, unless a loss, a gradient or a weight isn't finite."""
-        if self.window:
+        if self.window or self.own_window:
             self._read_window()
-        if not torch.stack([parameter.isfinite().all() for parameter in self.model.parameters()]).all():
+        own = [parameter.to_local() if self.shards else parameter for parameter in self.parameters]
+        finite = torch.stack([parameter.isfinite().all() for parameter in own]).all().int()
+        if self.world_size > 1:
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if not finite:
             raise FloatingPointError(f"weights are not finite after step {self.step}, so no checkpoint was written")
         if self.rank == 0:
             checkpoint.sync(self.metrics)
-            state = {"config": asdict(self.config), "data": self.data, "unigram_entropy": self.unigram_entropy,
-                     "names": self.names}
-            tensors = {"window": self.window, "depths": self.depths}
-            checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, state, tensors,
-                            keep=self.config.keep)
+        state = {"config": asdict(self.config), "data": self.data, "unigram_entropy": self.unigram_entropy,
+                 "names": self.names}
+        tensors = {"window": self.window, "depths": self.depths}
+        checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, state, tensors, keep=self.config.keep)
         if self.world_size > 1:
             dist.barrier()
+
+    def save_model(self, directory: str | Path) -> None:
+        """Writes the model alone, for `from_pretrained`. Several processes all have to call it, within `processes`."""
+        state = checkpoint.whole(self.model.state_dict(), self.rank == 0)
+        if self.rank == 0:
+            self.model.save_pretrained(directory, state)
+
+    def _agree_on(self, path: Path | None) -> None:
+        if self.world_size > 1:
+            step = int(path.name.partition("-")[2]) if path else -1
+            steps = torch.tensor([step, -step], device=self.device)
+            dist.all_reduce(steps, dist.ReduceOp.MAX)
+            if steps[0] != -steps[1]:
+                raise ValueError(f"out: expected a folder that all processes share, but {self.out} has "
+                                 f"{path.name if path else 'no checkpoint'} as its latest checkpoint for process "
+                                 f"{self.rank}, and another for others")
 
     def _resume(self, path: Path) -> None:
         step, state, tensors = checkpoint.load(path, self.model, self.optimizer)

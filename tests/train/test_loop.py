@@ -349,7 +349,8 @@ def test_ranks_share_the_training_and_the_held_out_data(make_model, make_config,
     alone = Trainer(make_model(), config)
     monkeypatch.setattr(loop.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(loop.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(loop.dist, "broadcast", lambda *_: None)
+    monkeypatch.setattr("mor_kernels.train.parallel.Shards", lambda *_: None)
+    monkeypatch.setattr(Trainer, "_agree_on", lambda *_: None)
     ranks = []
     for rank in range(2):
         monkeypatch.setattr(loop.dist, "get_rank", lambda rank=rank: rank)
@@ -364,6 +365,7 @@ def test_ranks_share_the_training_and_the_held_out_data(make_model, make_config,
     ({"log_every": 0}, "log_every: expected at least 1, got 0"),
     ({"schedule": "step"}, "schedule: expected one of trapezoid, cosine, got 'step'"),
     ({"precision": "float16"}, "precision: expected one of auto, float32, bfloat16, got 'float16'"),
+    ({"parallel": "tensor"}, "parallel: expected one of ddp, fsdp, got 'tensor'"),
     ({"warmup": 0.9}, "warmup, cooldown: expected shares that sum to at most 1, got 0.9, 0.2"),
     ({"warmup": float("nan")}, "warmup, cooldown: expected shares .* got nan, 0.2"),
     ({"cooldown": -0.1}, "warmup, cooldown: expected shares .* got 0.05, -0.1"),
@@ -400,6 +402,11 @@ def test_settings_out_of_range(changes, message):
 def test_settings_at_the_ends_of_their_ranges():
     TrainConfig("", "", weight_decay=0, eval_every=0, seed=0, betas=[0, 0.999], clip=float("inf"), learning_rate=1,
                 warmup=0, cooldown=1)
+
+
+def test_parts_need_several_processes(make_model, make_config):
+    with pytest.raises(ValueError, match='parallel: expected "ddp" for a single process, got "fsdp", which divides'):
+        train(make_model(), make_config(parallel="fsdp"))
 
 
 def test_model_that_does_not_fit(make_model, make_config):

@@ -1,0 +1,126 @@
+"""Tokens a second of training on 1, 2, 4, ... GPUs of a machine: the whole loop, under torchrun.
+
+    python bench/scaling.py [--gpus 1 2 4] [--preset 360M] [--batch 16] [--steps 60] [--only mor-3] [--out DIR]
+
+Each GPU gets the same batch (weak scaling), so that N GPUs should train N times as many tokens a second. A run is the
+`train` command on a text that every Python has; its speed is the median of its log lines but for the first two, which
+compile and allocate. One GPU has nobody to share with and is measured once, for "ddp" and "fsdp" alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from bench.harness import RESULTS, ROOT, environment, require, write
+
+CASES = {
+    "vanilla": [],
+    "mor-2": ["num_recursions=2", "router=expert_choice"],
+    "mor-3": ["num_recursions=3", "router=expert_choice"],
+    "mor-3-token": ["num_recursions=3", "router=token_choice"],
+}
+LOG_EVERY, SKIPPED = 5, 2
+
+
+def command(folder: Path, gpus: int, options: argparse.Namespace, model: list[str], parallel: str) -> list[str]:
+    settings = [f"steps={options.steps}", f"batch_size={options.batch}", f"sequence_length={options.length}",
+                f"log_every={LOG_EVERY}", "eval_every=0", f"checkpoint_every={options.steps}", "progress=false",
+                f"parallel={parallel}", *options.train]  # fmt: skip
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    preset = ["--preset", options.preset, *(["--model", *fields] if (fields := [*options.model, *model]) else [])]
+    return [*start, "-m", "mor_kernels", "train", str(folder), *preset, "--train", *settings]
+
+
+def speeds(metrics: Path, steps: int) -> list[float]:
+    """Tokens a second of a finished run's log lines; a Mismatch where it didn't learn."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    logged = [line for line in lines if "tokens_per_second" in line]
+    require(logged and logged[-1]["step"] == steps, f"expected {steps} steps, found {logged[-1:]}")
+    losses = [line["lm"] for line in logged]
+    require(all(map(math.isfinite, losses)) and losses[-1] < losses[0], f"the loss did not fall: {losses}")
+    return [line["tokens_per_second"] for line in logged[SKIPPED:]]
+
+
+def measure(case: str, gpus: int, parallel: str, options: argparse.Namespace, data: Path) -> dict:
+    row = {"case": case, "gpus": gpus, "parallel": parallel, "failed": None}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        if data.exists():  # the tokens of an earlier run
+            shutil.copytree(data, folder / "data")
+        arguments = command(folder, gpus, options, CASES[case], parallel)
+        result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+        try:
+            require(result.returncode == 0, (result.stderr or result.stdout)[-2000:])
+            found = speeds(folder / "metrics.jsonl", options.steps)
+        except AssertionError as error:
+            return row | {"failed": str(error)}
+        if not data.exists():
+            shutil.copytree(folder / "data", data)
+    p20, _, _, p80 = statistics.quantiles(found, n=5)
+    return row | {"tokens_per_second": statistics.median(found), "p20": p20, "p80": p80}
+
+
+def compare(rows: list[dict]) -> None:
+    """Puts into each row what share it has of as many times the speed of one GPU."""
+    alone = {row["case"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1 and not row["failed"]}
+    for row in rows:
+        if not row["failed"] and row["case"] in alone:
+            row["efficiency"] = row["tokens_per_second"] / row["gpus"] / alone[row["case"]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench/scaling.py", description="Benchmark: training on several GPUs.")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    parser.add_argument("--preset", default="360M")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a GPU and step")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--model", nargs="*", default=[], metavar="FIELD=VALUE", help="of MoRConfig, for all cases")
+    parser.add_argument("--train", nargs="*", default=["compile=true"], metavar="FIELD=VALUE", help="of TrainConfig")
+    parser.add_argument("--only", metavar="SUBSTRING", default="", help="cases whose name contains this")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where the JSON goes")
+    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
+    options = parser.parse_args(argv)
+    if options.steps < LOG_EVERY * (SKIPPED + 2):
+        parser.error(f"--steps: expected at least {LOG_EVERY * (SKIPPED + 2)}, got {options.steps}")
+    if torch.cuda.device_count() < max(options.gpus):
+        print(f"{torch.cuda.device_count()} CUDA devices are visible, of {max(options.gpus)}. Nothing was measured or "
+              "written.", file=sys.stderr)  # fmt: skip
+        return 2
+    result = {"benchmark": "scaling", "environment": environment(options.commit), "preset": options.preset,
+              "sequences_per_gpu": options.batch, "sequence_length": options.length, "train": options.train,
+              "model": options.model, "complete": False, "rows": []}  # fmt: skip
+    card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
+    path = options.out / f"scaling-{card}{'-partial' if options.only else ''}.json"
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in (name for name in CASES if options.only in name):
+            for gpus in sorted(options.gpus):
+                for parallel in ("ddp", "fsdp")[: 1 if gpus == 1 else 2]:
+                    row = measure(case, gpus, parallel, options, Path(scratch) / "data")
+                    result["rows"].append(row)
+                    compare(result["rows"])
+                    write(result, path)
+                    what = row["failed"] or f"{row['tokens_per_second']:>12,.0f} tokens/s"
+                    share = f"{row['efficiency']:8.1%}" if "efficiency" in row else ""
+                    print(f"{case:12} {gpus:2} {parallel:5} {what}{share}", flush=True)
+    result["complete"] = True
+    write(result, path)
+    print(f"written to {path}")
+    return int(any(row["failed"] for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
