@@ -43,7 +43,8 @@ def run(tmp_path_factory, text):
 
 
 def test_train_leaves_everything_in_its_place(run):
-    assert {p.name for p in run.iterdir()} == {"data", "checkpoints", "model", "metrics.jsonl", "curves.png"}
+    assert {p.name for p in run.iterdir()} == {"data", "checkpoints", "model", "metrics.jsonl", "curves.png",
+                                               "run.json"}  # fmt: skip
     model = MoR.from_pretrained(run / "model")
     assert model.config.router == "token_choice" and model.config.vocab_size == 300
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
