@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stride", type=int, help="tokens by which the window moves on (default: the window, so that blocks are read)")
     add("--batch-tokens", type=int, help="tokens of a batch, padding included (default: 16384 on CUDA, else 2048)")
     add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
-        help="auto: bfloat16 on CUDA, by autocast as in training")  # fmt: skip
+        help="auto: bfloat16 on CUDA, as in training, else that of the weights")  # fmt: skip
     add("--json", type=Path, metavar="OUT", help="also write the results to this file")
     evaluate.set_defaults(run=_eval)
 
@@ -443,6 +443,8 @@ def _load(options):
 
 
 def _eval(options) -> None:
+    import torch
+
     from . import evaluate
     from .train.checkpoint import write_atomic
     from .train.data import documents
@@ -460,12 +462,16 @@ def _eval(options) -> None:
             raise ValueError(f"--task: expected files of different names, got {name} twice")
         tasks[name] = evaluate.read_task(path, options.limit)
     model, tokenizer = _load(options)
-    bf16 = None if options.precision == "auto" else options.precision == "bfloat16"
-    common = {"mode": options.mode, "batch_tokens": options.batch_tokens, "bf16": bf16}
+    weight = model.embed_tokens.weight
+    precision = options.precision
+    if precision == "auto":
+        precision = "bfloat16" if weight.device.type == "cuda" else str(weight.dtype).removeprefix("torch.")
+    model = model.to(getattr(torch, precision))
+    common = {"mode": options.mode, "batch_tokens": options.batch_tokens}
     # a parameter shared by layers is counted once
     parameters = sum(p.numel() for p in model.parameters())
     result = {"model": os.fspath(options.model), "parameters": parameters, "mode": options.mode, "limit": options.limit,
-              "precision": options.precision, "text": {}, "tasks": {}}  # fmt: skip
+              "precision": precision, "text": {}, "tasks": {}}  # fmt: skip
     for source in options.text:
         found = evaluate.text_loss(model, tokenizer, documents(source), window=options.window, stride=options.stride,
                                    limit=options.limit, progress=Path(source).name, **common)  # fmt: skip

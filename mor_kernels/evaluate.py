@@ -10,7 +10,6 @@ import gzip
 import json
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +36,7 @@ class Score(NamedTuple):
 @torch.inference_mode()
 def score(
     model, requests: Sequence[Request], *, mode: str = "threshold", batch_tokens: int | None = None,
-    bf16: bool | None = None, progress: str | None = None,
+    progress: str | None = None,
 ) -> list[Score]:  # fmt: skip
     """The score of each request (context, continuation), lists of tokens, in their order.
 
@@ -45,21 +44,17 @@ def score(
     mode="topk", where the number of kept tokens depends on the padded length, only requests of one length do.
 
     Args:
-        model: a MoR, in evaluation mode.
+        model: a MoR, in evaluation mode; it computes in the dtype of its weights, and probabilities in fp32.
         mode: how expert-choice routes, see :meth:`MoR.forward`; "topk" lets a token's depth depend on later tokens.
         batch_tokens: tokens of a batch, padding included; by default 16,384 on CUDA and 2,048 elsewhere. A request is
             never split.
-        bf16: compute under autocast; the default, as in training, is to do so on CUDA, if the weights are fp32.
         progress: label of a progress bar; None shows none.
 
     A context that doesn't fit into ``max_position_embeddings`` beside its continuation loses its beginning. ValueError
     if a continuation alone doesn't fit, or a list is empty.
     """
     device, limit = model.embed_tokens.weight.device, model.config.max_position_embeddings
-    cuda = device.type == "cuda"
-    batch_tokens = batch_tokens or (16384 if cuda else 2048)
-    if bf16 is None:
-        bf16 = cuda and model.embed_tokens.weight.dtype == torch.float32
+    batch_tokens = batch_tokens or (16384 if device.type == "cuda" else 2048)
     rows = []
     for i, (context, continuation) in enumerate(requests):
         if not len(context) or not 1 <= len(continuation) <= limit:
@@ -73,9 +68,7 @@ def score(
     scores: list[Score | None] = [None] * len(rows)
     with tqdm(total=len(rows), desc=progress, leave=False, disable=None if progress else True) as bar:
         for batch in _batches([len(read) for read, _ in rows], batch_tokens, padded=mode != "topk"):
-            with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
-                found = _score_batch(model, [rows[i] for i in batch], mode, device)
-            for i, value in zip(batch, found):
+            for i, value in zip(batch, _score_batch(model, [rows[i] for i in batch], mode, device)):
                 scores[i] = value
             bar.update(len(batch))
     return scores
@@ -166,13 +159,17 @@ def text_loss(
 
 
 def read_task(path: str | Path, limit: int | None = None) -> list[dict]:
-    """The first ``limit`` lines of a task, a .jsonl or .jsonl.gz file.
+    """The first ``limit`` examples of a task, a .jsonl or .jsonl.gz file with an example a line.
 
     A line is {"choices": [[context, continuation], ...], "gold": index}; "gold" of a single choice doesn't matter.
     """
     path, examples = Path(path), []
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(islice(lines, limit), 1):
+        for number, line in enumerate(lines, 1):
+            if len(examples) == limit:
+                break
+            if not line.strip():
+                continue
             try:
                 example = json.loads(line)
                 choices, gold = example["choices"], example.get("gold")
