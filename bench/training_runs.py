@@ -26,8 +26,10 @@ PAGE, PLANS = ROOT / "docs" / "training.md", ROOT / "docs" / "runs"
 SECTION = r"(<!-- runs:{} -->\n).*?(<!-- /runs -->)"
 NONE = "No result has been recorded yet.\n"
 # the paper's columns: byte-normalised but for LAMBADA and WinoGrande
-TASKS = {"lambada": ("LD", "acc"), "hellaswag": ("HS", "acc_norm"), "piqa": ("PQ", "acc_norm"),
-         "winogrande": ("WG", "acc"), "arc_easy": ("ARC-E", "acc_norm"), "arc_challenge": ("ARC-C", "acc_norm")}  # fmt: skip
+TASKS = {
+    "lambada": ("LD", "acc"), "hellaswag": ("HS", "acc_norm"), "piqa": ("PQ", "acc_norm"), "winogrande": ("WG", "acc"),
+    "arc_easy": ("ARC-E", "acc_norm"), "arc_challenge": ("ARC-C", "acc_norm"),
+}  # fmt: skip
 ROUTERS = {"expert_choice": "MoR, expert-choice", "token_choice": "MoR, token-choice"}
 NEAR = 0.04  # nats: the most by which an expert-choice model of the paper's main table is behind vanilla
 
@@ -36,7 +38,7 @@ NEAR = 0.04  # nats: the most by which an expert-choice model of the paper's mai
 
 
 def plan(path: Path) -> tuple[MoRConfig, dict]:
-    """Model and training settings of a file of docs/runs; one that starts from a checkpoint has SmolLM2-135M's sizes."""
+    """Model and settings of a file of docs/runs; what starts from a checkpoint is taken to be SmolLM2-135M."""
     found = json.loads(path.read_text(encoding="utf-8"))
     sizes = SIZES["135M"] if "init" in found else {}
     return MoRConfig.from_dict({**sizes, **found["model"]}), found["train"]
@@ -192,10 +194,13 @@ def comparison(runs: list[dict]) -> list[str]:
         lines += [_verdict(better, other) for other in find("token_choice", count, kv)]
         if kv == "recursion_wise":
             lines += [_verdict(better, other) for other in find("expert_choice", count, "shared")]
-    for better in find("none", how="upper", scratch=False) + find("expert_choice", how="upper", scratch=False):
-        config = better["config"]
-        worse = find(config.router, config.num_recursions, config.kv, "stepwise", scratch=False)
-        lines += [_verdict(better, other) for other in worse if config.num_recursions > 1]
+    for better in find("none", scratch=False):
+        if better["config"].num_recursions == 1:
+            worse = [other for other in find("none", scratch=False) if other["config"].num_recursions > 1]
+        else:
+            alike = find("none", better["config"].num_recursions, how="stepwise", scratch=False)
+            worse = alike if better["how"] == "upper" else []
+        lines += [_verdict(better, other) for other in worse]
     return lines
 
 
