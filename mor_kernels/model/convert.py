@@ -55,11 +55,11 @@ def dense_config(folder: str | os.PathLike, **changes) -> MoRConfig:
     """The configuration of a model that takes its weights from the dense one in ``folder``, with ``changes``.
 
     The folder's ``config.json`` is Hugging Face's for a Llama (see :meth:`MoRConfig.from_llama`) or that of a dense
-    model of ours. Without one, ``changes`` are all there is.
+    model of ours.
     """
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
-        return MoRConfig(**changes)
+        raise FileNotFoundError(f"{path}: expected the configuration of a dense model, found none")
     if is_hugging_face(folder):
         return MoRConfig.from_llama(path, **changes)
     dense = MoRConfig.load(path)

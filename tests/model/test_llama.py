@@ -86,9 +86,11 @@ def test_what_is_not_computed_is_refused(tmp_path, change, message):
         MoRConfig.from_llama(tmp_path)
 
 
-def test_errors_name_the_file(tmp_path, capsys):
+def test_errors_name_the_file(tmp_path):
     with pytest.raises(ValueError, match="llama: hidden_size: expected the size of a Llama, got no such entry"):
         MoRConfig.from_llama({name: value for name, value in LLAMA.items() if name != "hidden_size"})
+    with pytest.raises(FileNotFoundError, match="config.json: expected the configuration of a dense model, found none"):
+        dense_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json: expected the JSON configuration of a Llama"):
         MoRConfig.from_llama(tmp_path)
