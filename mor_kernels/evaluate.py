@@ -107,7 +107,7 @@ def _score_batch(model, rows: list[Request], mode: str, device: torch.device) ->
     totals = torch.zeros(3, len(rows), dtype=torch.float64, device=device)
     totals[0].index_add_(0, owner, torch.cat(likelihoods).double())
     totals[1].index_add_(0, owner, (~torch.cat(hits)).double())
-    totals[2] = torch.where(real, output.depths, 0).sum(1) / lengths
+    totals[2] = output.depths.sum(1) / lengths  # 0 at padding
     return [Score(likelihood, misses == 0, depth) for likelihood, misses, depth in zip(*totals.tolist())]
 
 

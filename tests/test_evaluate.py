@@ -165,10 +165,11 @@ def test_accuracies(tokenizer):
         {"choices": [["b:", "a"], ["b:", "aba"]], "gold": 1},  # -1.61 against -3.58; for each byte -1.61 and -1.19
         {"choices": [["a:", "b"], ["b:", "b"]], "gold": 1},  # a tie, which the first wins
         {"choices": [["b:", " ab"], ["b:", "aaa"]], "gold": 0},  # -10.0 and -4.8; for each byte -5.0 and -1.6
+        {"choices": [["b:", " z"], ["b:", "x"]], "gold": 1},  # -16.1 and -8.06, a byte each
     ]
     got = evaluate.task_accuracy(Unigrams(likelihoods), tokenizer, examples)
-    assert got == {"acc": 0.25, "acc_norm": 0.5, "examples": 4, "acc_stderr": pytest.approx(math.sqrt(0.1875 / 3)),
-                   "acc_norm_stderr": pytest.approx(math.sqrt(0.25 / 3))}  # fmt: skip
+    assert got == {"acc": 0.4, "acc_norm": 0.6, "examples": 5, "acc_stderr": pytest.approx(math.sqrt(0.24 / 4)),
+                   "acc_norm_stderr": pytest.approx(math.sqrt(0.24 / 4))}  # fmt: skip
     alone = [{"choices": [["a:", "bb"]], "gold": ["bb"]}, {"choices": [["a:", "ba"]]}]
     got = evaluate.task_accuracy(Unigrams(likelihoods), tokenizer, alone)
     assert got["acc"] == 0.5 and "acc_norm" not in got
