@@ -290,9 +290,9 @@ def test_a_dense_checkpoint_in_a_config_file(run, tmp_path, monkeypatch, capsys)
     for out, init in (("a", "dense"), ("b", "dense:lower")):
         assert main(["train", out, "--config", str(file), "--init", init, *still]) == 0
     assert len(Tokens(Path("a/data"))) == 900
-    ups = [dense.layers[i].mlp.up_proj.weight for i in (1, 3)]
-    assert torch.equal(weights(Path("a"))["layers.1.mlp.up_proj.weight"], ups[1])
-    assert torch.equal(weights(Path("b"))["layers.1.mlp.up_proj.weight"], ups[0])
+    ups = [dense.layers[i].mlp.gate_up_proj.weight for i in (1, 3)]
+    assert torch.equal(weights(Path("a"))["layers.1.mlp.gate_up_proj.weight"], ups[1])
+    assert torch.equal(weights(Path("b"))["layers.1.mlp.gate_up_proj.weight"], ups[0])
     assert json.loads(Path("b/run.json").read_text())["init"] == f"{tmp_path / 'dense'}:lower"
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mor_kernels.__main__ import main
 from mor_kernels.model import MoR, MoRConfig
-from mor_kernels.model.convert import dense_config
+from mor_kernels.model.convert import dense_config, separate
 from reference.model import ReferenceMoR, random_state
 
 LLAMA = {"model_type": "llama", "vocab_size": 23, "hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 6,
@@ -120,16 +120,17 @@ def test_two_recursions_are_the_reference_with_the_layers_of_each_init(tmp_path,
     model = MoR.from_dense(tmp_path, MoRConfig.from_llama(tmp_path, num_recursions=2, sharing=sharing), init).eval()
     own = sharing.startswith("middle")
     if init == "random":
-        drawn = model.state_dict()
-        shared = [{n: drawn[f"layers.{i}.{n}"] for n in model.layers[i].state_dict()} for i in range(own, 3)]
+        drawn = separate(model.state_dict(), config)
+        names = [name.removeprefix("layers.0.") for name in drawn if name.startswith("layers.0.")]
+        shared = [{name: drawn[f"layers.{i}.{name}"] for name in names} for i in range(own, 3)]
         for i in range(own, 3 - own):
             drawn_up = drawn[f"layers.{i}.mlp.up_proj.weight"]
             assert not any(torch.equal(drawn_up, state[f"layers.{j}.mlp.up_proj.weight"]) for j in range(6))
     else:
         sources = SOURCES.get((sharing, init)) or SOURCES["middle" if own else "all", init]
         shared = [
-            {name: torch.stack([state[f"layers.{i}.{name}"] for i in source]).mean(0)
-             for name in model.layers[0].state_dict()}
+            {name.removeprefix("layers.0."): torch.stack([state[name.replace(".0.", f".{i}.")] for i in source]).mean(0)
+             for name in state if name.startswith("layers.0.")}
             for source in sources
         ]  # fmt: skip
     count = 2 if own else 3
@@ -180,7 +181,8 @@ def test_a_run_takes_sizes_and_tokenizer_from_the_checkpoint(tmp_path, capsys):
     assert main(train) == 0
     model = MoR.from_pretrained(tmp_path / "run" / "model")
     assert model.config.hidden_size == 16 and model.config.rope_theta == 5e4
-    assert torch.equal(model.layers[1].mlp.up_proj.weight, state["layers.3.mlp.up_proj.weight"])
+    made = separate(model.state_dict(), model.config)["layers.1.mlp.up_proj.weight"]
+    assert torch.equal(made, state["layers.3.mlp.up_proj.weight"])
     made = (tmp_path / "run" / "model" / "tokenizer.json").read_bytes()
     assert made == (dense / "tokenizer.json").read_bytes()
     # the checkpoint itself is a model that the other commands read
