@@ -1,8 +1,9 @@
-"""The command ``mor-kernels``: doctor, train, generate, depth."""
+"""The command ``mor-kernels``: doctor, train, eval, generate, depth."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import json
@@ -21,11 +22,14 @@ DEMO_TRAIN = {
     "steps": 200, "batch_size": 16, "sequence_length": 128, "learning_rate": 4e-3, "eval_every": 100,
     "checkpoint_every": 100, "validation": 0.03,
 }  # fmt: skip
+# What a --config file may say. "processes" is what run.json says about torchrun, and is compared with it.
+CONFIG_KEYS = {"preset": str, "source": list, "tokenizer": str, "max_tokens": int, "init": str, "model": dict,
+               "train": dict, "processes": int}  # fmt: skip
 # All that a run writes; --fresh removes nothing else.
 RUN_FILES = (
     "data/meta.json", "data/tokens-*.npy", "data/tokenizer.json", "data/.tmp-*", "checkpoints/step-*",
     "checkpoints/.tmp-*", "model/config.json", "model/model.safetensors", "model/tokenizer.json", "metrics.jsonl",
-    "curves.png",
+    "curves.png", "run.json",
 )  # fmt: skip
 
 
@@ -59,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     train.format_help = lambda: usage() + _settings()  # only when asked for, since it imports PyTorch
     add = train.add_argument
     add("out", type=Path, help="folder of the run: data, checkpoints, metrics, curves.png and the model")
+    add("--config", type=Path, metavar="FILE.json", help="the options below from a file, such as an earlier run's "
+        "run.json; those of the command line come first")  # fmt: skip
     add(
         "--preset",
         choices=["demo", "135M", "360M", "730M", "1.7B"],
@@ -84,10 +90,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIELD=VALUE",
         help="fields of the training's, see below",
     )
-    add("--init", metavar="FOLDER[:HOW]", help="start from a dense Llama checkpoint, a Hugging Face folder; HOW is "
-        "stepwise (default), average, lower, upper or random")  # fmt: skip
+    add("--init", metavar="FOLDER[:HOW]", help="start from a dense Llama checkpoint, a Hugging Face folder, whose "
+        "sizes and tokenizer are taken; HOW is stepwise (default), average, lower, upper or random")  # fmt: skip
     add("--fresh", action="store_true", help="remove what an earlier run left in the folder, and start anew")
     train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="the loss of a text, and accuracies on tasks")
+    _model_arguments(evaluate)
+    add = evaluate.add_argument
+    add("--text", action="append", default=[], metavar="TEXT", help="file or folder of text, as --source of train; "
+        "each document is read alone; may be repeated")  # fmt: skip
+    add("--task", action="append", default=[], type=Path, metavar="FILE", help="a .jsonl or .jsonl.gz file with lines "
+        '{"choices": [[context, continuation], ...], "gold": index}; may be repeated')  # fmt: skip
+    add("--mode", choices=["threshold", "topk"], default="threshold",
+        help="how expert-choice routes: as decoding does, or as in training, which looks at later tokens")  # fmt: skip
+    add("--limit", type=int, help="read no more than this many documents of a text, and examples of a task")
+    add("--window", type=int, help="tokens of text read at a time (default: as many as the model can)")
+    add("--stride", type=int, help="tokens by which the window moves on (default: the window, so that blocks are read)")
+    add("--batch-tokens", type=int, help="tokens of a batch, padding included (default: 16384 on CUDA, else 2048)")
+    add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
+        help="auto: bfloat16 on CUDA, as in training, else that of the weights")  # fmt: skip
+    add("--json", type=Path, metavar="OUT", help="also write the results to this file")
+    evaluate.set_defaults(run=_eval)
 
     generate = commands.add_parser("generate", help="continue a text")
     _model_arguments(generate)
@@ -112,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--file", type=Path, help="a file with the text")
     depth.add_argument("--html", type=Path, help="also write a page of HTML")
     depth.set_defaults(run=_depth)
+    for command in (generate, depth):
+        command.add_argument("--color", choices=["auto", "always", "never"], default="auto")
     return parser
 
 
@@ -129,14 +155,15 @@ def _settings() -> str:
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, help="folder of a run, or of a model with its tokenizer.json")
+    parser.add_argument(
+        "model", type=Path, help="folder of a run, of a model or of a Hugging Face Llama, with its tokenizer.json"
+    )
     parser.add_argument("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, ...")
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
 
 
 def _assignments(option: str, texts: list[str], config: type) -> dict:
     """FIELD=VALUE texts as a dict; a value is a number, true, false, null, a list in brackets, or else a string."""
-    known = {field.name for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
+    known = _fields(config)
     chosen = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -144,6 +171,11 @@ def _assignments(option: str, texts: list[str], config: type) -> dict:
             raise ValueError(f"{option}: expected FIELD=VALUE with a field of {', '.join(sorted(known))}, got {text!r}")
         chosen[name] = _value(value)
     return chosen
+
+
+def _fields(config: type) -> set[str]:
+    """Names of the fields that a user sets: those with a default."""
+    return {field.name for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
 
 
 def _value(text: str):
@@ -161,49 +193,136 @@ def _doctor(options) -> None:
 
 
 def _train(options) -> int:
+    import torch.distributed as dist
+
     from .model import MoRConfig
     from .model.config import SIZES
-    from .model.convert import read_dense
+    from .model.convert import dense_config, read_dense
     from .train import TrainConfig
     from .train.loop import processes
 
+    file = _read_config(options.config) if options.config else {}
+    options.preset = options.preset or file.get("preset")
+    here = Path.cwd()
+    options.source = [_located(here, source) for source in options.source or file.get("source", [])]
+    options.tokenizer = options.tokenizer or (Path(file["tokenizer"]) if "tokenizer" in file else None)
+    options.max_tokens = options.max_tokens or file.get("max_tokens")
     demo = options.preset == "demo"
     fields = DEMO_MODEL if demo else SIZES.get(options.preset, {})
-    fields = {**fields, **_assignments("--model", options.model, MoRConfig)}
-    settings = {**(DEMO_TRAIN if demo else {}), **_assignments("--train", options.train, TrainConfig)}
+    fields = {**fields, **file.get("model", {}), **_assignments("--model", options.model, MoRConfig)}
+    settings = {**(DEMO_TRAIN if demo else {}), **file.get("train", {})}
+    settings |= _assignments("--train", options.train, TrainConfig)
     # What is wrong is said before anything is removed or written.
+    init, how = _init(options.init or "", file.get("init", ""))
+    dense = read_dense(init) if init else None
+    if dense:
+        fields = dense_config(init, **fields).to_dict()
+        if options.tokenizer is None:
+            options.tokenizer = Path(init) / "tokenizer.json"
+            if not options.tokenizer.exists():
+                raise ValueError(f"--tokenizer: expected that of {init}, which has no tokenizer.json, got none")
     MoRConfig(**fields), TrainConfig(data="", out="", **settings)
     device = settings.get("device", "auto")
     _device(device)
-    init, _, how = (options.init or "").partition(":")
-    dense = read_dense(init) if init else None
 
     with processes(device) as rank:
+        count = dist.get_world_size() if dist.is_initialized() else 1
+        if file.get("processes", count) != count:
+            raise ValueError(
+                f"processes: expected torchrun with {file['processes']}, as {options.config} says, got {count}; to "
+                "train with another number, take it out of the file"
+            )
         if rank == 0:
             _prepare(options, fields)
-        return _train_in_step(options.out, fields, settings, dense, how or "stepwise", rank)
+        record = {"processes": count}
+        if dense:
+            record["init"] = f"{init}:{how}"
+        if options.tokenizer:
+            record["tokenizer"] = os.path.abspath(options.tokenizer)
+        return _train_in_step(options.out, fields, settings, dense, how, rank, record)
 
 
-def _train_in_step(out: Path, fields: dict, settings: dict, dense: dict | None, how: str, rank: int) -> int:
-    """What every process of a run does once the data is there."""
+def _read_config(path: Path) -> dict:
+    """What a --config file says, its paths made absolute: a relative one starts at the file's folder."""
+    from .model import MoRConfig
+    from .model.config import SIZES
+    from .train import TrainConfig
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    if isinstance(found.get("source"), str):
+        found["source"] = [found["source"]]
+    sections = (("", found, CONFIG_KEYS), ("model", found.get("model"), _fields(MoRConfig)),
+                ("train", found.get("train"), _fields(TrainConfig)))  # fmt: skip
+    for section, values, known in sections:
+        where = f"{path}: {section}" if section else f"{path}"
+        for key in values if isinstance(values, dict) else ():
+            if key not in known:
+                raise ValueError(f"{where}: expected keys among {', '.join(sorted(known))}, got {key!r}")
+    for key, value in list(found.items()):
+        kind = CONFIG_KEYS[key]
+        whole = kind is not list or all(isinstance(part, str) for part in value or ())
+        if not (value is None or isinstance(value, kind) and not isinstance(value, bool) and whole):
+            raise ValueError(f"{path}: {key}: expected {kind.__name__}{' of str' * (kind is list)}, got {value!r}")
+        if value is None:
+            del found[key]
+    presets = ["demo", *SIZES]
+    if found.get("preset", "demo") not in presets:
+        raise ValueError(f"{path}: preset: expected one of {', '.join(presets)}, got {found['preset']!r}")
+    if "source" in found:
+        found["source"] = [_located(path.parent, source) for source in found["source"]]
+    if "tokenizer" in found:
+        found["tokenizer"] = os.path.abspath(path.parent / found["tokenizer"])
+    if folder := found.get("init", "").partition(":")[0]:
+        found["init"] = os.path.abspath(path.parent / folder) + found["init"][len(folder) :]
+    return found
+
+
+def _located(folder: Path, source: str) -> str:
+    """A source with its path, if it is one, made absolute."""
+    return source if source == "python-docs" or source.startswith("hf:") else os.path.abspath(folder / source)
+
+
+def _init(*texts: str) -> tuple[str, str]:
+    """Folder and how, each of the first FOLDER[:HOW] that has it."""
+    parts = [text.partition(":") for text in texts]
+    folder = next((folder for folder, _, _ in parts if folder), "")
+    how = next((how for _, _, how in parts if how), "")
+    if how and not folder:
+        raise ValueError(f"--init: expected FOLDER:{how}, got no folder of a dense checkpoint")
+    return os.path.abspath(folder) if folder else "", how or "stepwise"
+
+
+def _train_in_step(
+    out: Path, fields: dict, settings: dict, dense: dict | None, how: str, rank: int, record: dict
+) -> int:
+    """What every process of a run does once the data is there; ``record`` goes to run.json, beside the settings."""
     import torch
     import torch.distributed as dist
 
     from .model import MoR, MoRConfig
-    from .train import Tokens, TrainConfig, train
+    from .train import Tokens, TrainConfig, Trainer
 
     if dist.is_initialized():
         dist.barrier()
     tokens = Tokens(out / "data")
     config = MoRConfig(**{"vocab_size": tokens.vocab_size, **fields})
     settings = {"sequence_length": min(512, config.max_position_embeddings), **settings}
-    torch.manual_seed(settings.get("seed", 0))
+    settings = TrainConfig(data=str(out / "data"), out=str(out), **settings)
+    torch.manual_seed(settings.seed)
     model = MoR.from_dense(dense, config, how) if dense else MoR(config)
     if rank == 0:
         parameters = sum(p.numel() for p in model.parameters())
         layers = f"{config.num_hidden_layers} layers unrolled, {config.num_unique_layers} of them unique"
         print(f"{parameters / 1e6:.2f} M parameters, {layers}, {len(tokens):,} tokens", flush=True)
-    trainer = train(model, TrainConfig(data=str(out / "data"), out=str(out), **settings))
+    trainer = Trainer(model, settings)
+    if rank == 0:  # once the trainer has found that these settings belong to what is in the folder
+        _record(out, config, settings, record)
+    trainer.run()
     if not trainer.interrupted:
         trainer.save_model(out / "model")
     if rank == 0 and trainer.interrupted:
@@ -212,6 +331,24 @@ def _train_in_step(out: Path, fields: dict, settings: dict, dense: dict | None, 
         shutil.copy(tokens.tokenizer_file, out / "model" / "tokenizer.json")
         _summarise(trainer)
     return 130 if trainer.interrupted else 0
+
+
+def _record(out: Path, config, settings, record: dict) -> None:
+    """Write run.json, which --config reads."""
+    from .train.checkpoint import write_atomic
+
+    meta = json.loads((out / "data" / "meta.json").read_text())
+    source = meta["source"]
+    with contextlib.suppress(ValueError, SyntaxError):  # a list, unless the tokens were prepared otherwise
+        source = ast.literal_eval(source)
+    given = meta.get("given_tokenizer_sha256")
+    train = dataclasses.asdict(settings)
+    for place in ("data", "out"):
+        del train[place]
+    found = {"source": source if isinstance(source, list) else [str(source)], "max_tokens": meta.get("max_tokens"),
+             "tokenizer": os.path.abspath(out / "data" / "tokenizer.json") if given else None, **record,
+             "model": config.to_dict(), "train": train}  # fmt: skip
+    write_atomic(out / "run.json", lambda file: file.write((json.dumps(found, indent=1) + "\n").encode()))
 
 
 def _summarise(trainer) -> None:
@@ -240,6 +377,8 @@ def _prepare(options, fields: dict) -> None:
         if options.tokenizer:
             load_tokenizer(options.tokenizer)
     if options.fresh:
+        if data.is_symlink():  # to another run's tokens, which are not this run's to remove
+            data.unlink()
         for path in [path for pattern in RUN_FILES for path in out.glob(pattern)]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for folder in ("data", "checkpoints", "model"):
@@ -277,7 +416,8 @@ def _device(name: str) -> str:
 
 def _load(options):
     """The model of a run's or a model's folder, in evaluation mode, and its tokenizer."""
-    from .model import MoR
+    from .model import MoR, MoRConfig
+    from .model.convert import is_hugging_face
     from .train import latest, load_tokenizer
 
     folder, device = options.model, _device(options.device)
@@ -290,13 +430,64 @@ def _load(options):
         raise FileNotFoundError(f"{folder}: expected config.json, model/config.json or a whole checkpoint, found none")
     beside = [weights / "tokenizer.json", *(p / "data" / "tokenizer.json" for p in (folder, weights.parent.parent))]
     tokenizer = load_tokenizer(next((path for path in beside if path.exists()), beside[0]))
-    model = MoR.from_pretrained(weights).to(device).eval()
+    if is_hugging_face(weights):
+        model = MoR.from_dense(weights, MoRConfig.from_llama(weights))
+    else:
+        model = MoR.from_pretrained(weights)
+    model = model.to(device).eval()
     if tokenizer.get_vocab_size() > model.config.vocab_size:
         raise ValueError(
             f"{weights}: expected a vocabulary of at least {tokenizer.get_vocab_size()}, which its "
             f"tokenizer has, got {model.config.vocab_size}"
         )
     return model, tokenizer
+
+
+def _eval(options) -> None:
+    import torch
+
+    from . import evaluate
+    from .train.checkpoint import write_atomic
+    from .train.data import documents
+
+    if not options.text and not options.task:
+        raise ValueError("--text, --task: expected at least one of them, got none")
+    for name in ("limit", "window", "stride", "batch_tokens"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    # What is wrong with a file is said before the model is loaded.
+    tasks = {}
+    for path in options.task:
+        name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        if name in tasks:
+            raise ValueError(f"--task: expected files of different names, got {name} twice")
+        tasks[name] = evaluate.read_task(path, options.limit)
+    model, tokenizer = _load(options)
+    weight = model.embed_tokens.weight
+    precision = options.precision
+    if precision == "auto":
+        precision = "bfloat16" if weight.device.type == "cuda" else str(weight.dtype).removeprefix("torch.")
+    model = model.to(getattr(torch, precision))
+    common = {"mode": options.mode, "batch_tokens": options.batch_tokens}
+    # a parameter shared by layers is counted once
+    parameters = sum(p.numel() for p in model.parameters())
+    result = {"model": os.fspath(options.model), "parameters": parameters, "mode": options.mode, "limit": options.limit,
+              "precision": precision, "text": {}, "tasks": {}}  # fmt: skip
+    for source in options.text:
+        found = evaluate.text_loss(model, tokenizer, documents(source), window=options.window, stride=options.stride,
+                                   limit=options.limit, progress=Path(source).name, **common)  # fmt: skip
+        result["text"][source] = found
+        how = "blocks" if found["stride"] == found["window"] else f"a window moving by {found['stride']:,}"
+        print(f"{Path(source).name}: {found['nats_per_token']:.4f} nats a token, perplexity {found['perplexity']:.2f}, "
+              f"{found['bits_per_byte']:.4f} bits a byte, mean depth {found['depth']:.2f} ({found['tokens']:,} tokens, "
+              f"{found['documents']:,} documents, {how} of {found['window']:,})", flush=True)  # fmt: skip
+    for name, examples in tasks.items():
+        found = result["tasks"][name] = evaluate.task_accuracy(model, tokenizer, examples, progress=name, **common)
+        facts = [f"{k} {found[k]:.4f} ± {found[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm") if k in found]
+        facts += [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
+        print(f"{name}: {', '.join(facts)} ({found['examples']:,} examples)", flush=True)
+    if options.json:
+        write_atomic(options.json, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
 
 
 def _generate(options) -> None:

@@ -43,7 +43,8 @@ def run(tmp_path_factory, text):
 
 
 def test_train_leaves_everything_in_its_place(run):
-    assert {p.name for p in run.iterdir()} == {"data", "checkpoints", "model", "metrics.jsonl", "curves.png"}
+    assert {p.name for p in run.iterdir()} == {"data", "checkpoints", "model", "metrics.jsonl", "curves.png",
+                                               "run.json"}  # fmt: skip
     model = MoR.from_pretrained(run / "model")
     assert model.config.router == "token_choice" and model.config.vocab_size == 300
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -224,3 +225,114 @@ def test_two_processes_prepare_once(run, text, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("preparing") == 1 and done.stdout.count("unigram entropy") == 1
+
+
+def config_file(folder, **changes):
+    """The same run as the fixture's, as a file beside its text."""
+    split = dict(field.split("=") for field in MODEL)
+    found = {"source": ["fox.txt"], "model": {**{name: int(value) for name, value in split.items()},
+             "router": "token_choice"}, "train": {name: json.loads(value) for name, value in
+             (field.split("=") for field in TRAIN)}, **changes}  # fmt: skip
+    (folder / "fox.txt").write_text(TEXT, encoding="utf-8")
+    (folder / "run-of-mine.json").write_text(json.dumps(found))
+    return folder / "run-of-mine.json"
+
+
+def weights(out):
+    return MoR.from_pretrained(out / "model").state_dict()
+
+
+def test_a_config_file_does_what_options_do(run, tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    file = config_file(tmp_path / "configs", preset=None, max_tokens=None)
+    monkeypatch.chdir(tmp_path / "elsewhere")  # its paths start at its own folder
+    assert main(["train", "out", "--config", str(file)]) == 0
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(Path("out")).items())
+    # options of the command line come first, field by field
+    assert main(["train", "other", "--config", str(file), "--train", "steps=2", "--model", "router=none"]) == 0
+    record = json.loads(Path("other/run.json").read_text())
+    assert record["train"]["steps"] == 2 and record["train"]["batch_size"] == 2
+    assert record["model"]["router"] == "none" and record["model"]["num_recursions"] == 3
+
+
+def test_a_run_can_be_repeated_from_its_record(run, text, tmp_path, monkeypatch, capsys):
+    record = json.loads((run / "run.json").read_text())
+    assert record["source"] == [str(text)] and record["processes"] == 1 and record["tokenizer"] is None
+    assert record["model"] == MoR.from_pretrained(run / "model").config.to_dict()
+    assert {field.split("=")[0] for field in TRAIN} <= record["train"].keys() and "out" not in record["train"]
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "again", "--config", str(run / "run.json")]) == 0
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(Path("again")).items())
+    again = json.loads(Path("again/run.json").read_text())
+    assert again == record
+    # in its own folder it goes on, and one that doesn't fit leaves the record as it was
+    capsys.readouterr()
+    assert main(["train", "again", "--config", "again/run.json", "--model", "hidden_size=20"]) == 1
+    assert json.loads(Path("again/run.json").read_text()) == record
+    assert main(["train", "again", "--config", "again/run.json", "--train", "steps=4"]) == 0
+    assert json.loads(Path("again/run.json").read_text())["train"]["steps"] == 4
+    assert main(["train", "again", "--config", "again/run.json", "--fresh", "--train", "steps=3"]) == 0
+    assert json.loads(Path("again/run.json").read_text()) == record
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(Path("again")).items())
+
+
+def test_a_dense_checkpoint_in_a_config_file(run, tmp_path, monkeypatch, capsys):
+    sizes = {name: int(value) for name, value in (f.split("=") for f in MODEL)}
+    dense = MoR(MoRConfig(**{**sizes, "num_recursions": 1}))
+    dense.save_pretrained(tmp_path / "dense")
+    shutil.copy(run / "data" / "tokenizer.json", tmp_path / "dense")
+    file = config_file(tmp_path, init=":upper", model={"num_recursions": 3}, max_tokens=900)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "out", "--config", str(file)]) == 1
+    assert "--init: expected FOLDER:upper, got no folder" in capsys.readouterr().err
+    still = ["--train", "learning_rate=1e-30", "weight_decay=0.0"]
+    for out, init in (("a", "dense"), ("b", "dense:lower")):
+        assert main(["train", out, "--config", str(file), "--init", init, *still]) == 0
+    assert len(Tokens(Path("a/data"))) == 900
+    ups = [dense.layers[i].mlp.gate_up_proj.weight for i in (1, 3)]
+    assert torch.equal(weights(Path("a"))["layers.1.mlp.gate_up_proj.weight"], ups[1])
+    assert torch.equal(weights(Path("b"))["layers.1.mlp.gate_up_proj.weight"], ups[0])
+    assert json.loads(Path("b/run.json").read_text())["init"] == f"{tmp_path / 'dense'}:lower"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modle": {}}, r"run-of-mine.json: expected keys among .*model.*, got 'modle'"),
+        ({"model": {"width": 3}}, r"run-of-mine.json: model: expected keys among .*hidden_size.*, got 'width'"),
+        ({"train": {"out": "x"}}, r"run-of-mine.json: train: expected keys among .*steps.*, got 'out'"),
+        ({"train": 3}, r"run-of-mine.json: train: expected dict, got 3"),
+        ({"source": [1]}, r"run-of-mine.json: source: expected list of str, got \[1\]"),
+        ({"preset": "7B"}, r"run-of-mine.json: preset: expected one of demo, 135M.*, got '7B'"),
+        ({"max_tokens": True}, r"run-of-mine.json: max_tokens: expected int, got True"),
+        ({"processes": 2}, r"processes: expected torchrun with 2, as .*run-of-mine.json says, got 1"),
+        ({"source": "no.txt"}, r"no.txt: not found"),
+        ({"train": {"steps": 0}}, r"steps: expected at least 1, got 0"),
+    ],
+)
+def test_mistakes_in_a_config_file(tmp_path, capsys, change, message):
+    assert main(["train", str(tmp_path / "out"), "--config", str(config_file(tmp_path, **change))]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out" / "data" / "meta.json").exists()
+
+
+def test_a_config_file_that_is_no_json(tmp_path, capsys):
+    for content, message in (("{", "bad.json: expected JSON"), ("[]", "bad.json: expected a JSON object, got list")):
+        (tmp_path / "bad.json").write_text(content)
+        assert main(["train", str(tmp_path / "out"), "--config", str(tmp_path / "bad.json")]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "out"), "--config", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_fresh_leaves_tokens_of_another_run(run, text, tmp_path):
+    shutil.copytree(run, tmp_path / "first")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "data").symlink_to(tmp_path / "first" / "data")
+    arguments = ["--source", str(text), "--model", *MODEL, "router=token_choice", "--train", *TRAIN]
+    assert main(["train", str(tmp_path / "second"), *arguments]) == 0
+    assert (tmp_path / "second" / "data").is_symlink()
+    assert main(["train", str(tmp_path / "second"), *arguments, "--fresh"]) == 0
+    assert not (tmp_path / "second" / "data").is_symlink()
+    Tokens(tmp_path / "first" / "data").verify()

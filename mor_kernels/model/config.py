@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 CHOICES = {
@@ -41,6 +42,17 @@ SIZES = {
         "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 32,
         "intermediate_size": 8192,
     },
+}  # fmt: skip
+
+# What a Hugging Face Llama's config.json has to say; what stands for an absent entry; and entries with one meaning that
+# is computed here.
+LLAMA_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA_DEFAULTS = {
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
+LLAMA_ONLY = {
+    "hidden_act": ("silu", "swish"), "attention_bias": (False, None), "mlp_bias": (False, None),
+    "sliding_window": (None, False), "quantization_config": (None,),
 }  # fmt: skip
 
 
@@ -191,6 +203,65 @@ class MoRConfig:
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_llama(cls, source: str | os.PathLike | dict, **changes) -> MoRConfig:
+        """The configuration of a Hugging Face Llama, by default as a dense model.
+
+        Args:
+            source: its ``config.json``, the folder that has it, or the parsed dict.
+            changes: fields that make it recursive, such as ``num_recursions`` and ``router``; they override the file's,
+                but for widths, depth and vocabulary, which must be the file's.
+
+        Raises:
+            ValueError: the file asks for what this library doesn't compute; the message says what.
+        """
+        name, found = "llama", source
+        if not isinstance(source, dict):
+            name = os.path.join(source, "config.json") if os.path.isdir(source) else os.fspath(source)
+            with open(name) as file:
+                try:
+                    found = json.load(file)
+                except ValueError as error:
+                    raise ValueError(f"{name}: expected the JSON configuration of a Llama, got: {error}") from None
+
+        def refuse(field, expected, got):
+            _fail(f"{name}: {field}", expected, got)
+
+        if not isinstance(found, dict) or found.get("model_type") != "llama":
+            kind = found.get("model_type") if isinstance(found, dict) else type(found).__name__
+            refuse("model_type", "'llama', the only architecture that is read", repr(kind))
+        for field, allowed in LLAMA_ONLY.items():
+            if found.get(field, allowed[0]) not in allowed:
+                refuse(field, f"{allowed[0]!r}, since nothing else is computed here", repr(found[field]))
+        for field in ("rope_scaling", "rope_parameters"):  # the older and the newer name
+            rope = found.get(field) or {}
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
+                refuse(field, "rotary embedding without scaling, of whole heads", rope)
+        fields = {}
+        for field in LLAMA_SIZES:
+            if field not in found:
+                refuse(field, "the size of a Llama", "no such entry")
+            fields[field] = found[field]
+        heads = found["num_attention_heads"]
+        # a missing entry means what it means to transformers
+        fields["num_key_value_heads"] = found.get("num_key_value_heads") or heads
+        fields["head_dim"] = found.get("head_dim") or found["hidden_size"] // heads
+        for field, default in LLAMA_DEFAULTS.items():
+            fields[field] = found.get(field, default)
+        rope = {**found, **(found.get("rope_parameters") or {})}
+        fields["rope_theta"] = rope.get("rope_theta", 10000.0)
+        return cls.like(fields, name, **changes)
+
+    @classmethod
+    def like(cls, dense: dict, source: str, **changes) -> MoRConfig:
+        """A model that takes over the weights of a dense one with fields ``dense``; ``source`` names it in errors."""
+        sizes = (*LLAMA_SIZES, "num_key_value_heads", "head_dim")
+        for field in sizes:
+            if field in changes and changes[field] != dense[field]:
+                _fail(field, f"{dense[field]}, as in {source}", changes[field])
+        return cls(**{**{field: dense[field] for field in (*sizes, *LLAMA_DEFAULTS, "rope_theta")}, **changes})
+
     @property
     def has_own_ends(self) -> bool:
         """Whether the first and last layers are outside the recursion."""
@@ -217,6 +288,63 @@ class MoRConfig:
             warm = 0.5 * (1 + math.cos(math.pi * step / self.cap_warmup_steps))
         # the small number undoes a product such as 0.29 * 100 = 28.999...
         return tuple(math.floor((c + (1 - c) * warm) * length + 1e-6) for c in self.capacities or ())
+
+    def flops(self, length: int, kept: Sequence[float] | None = None, *, training: bool = False) -> int:
+        """Floating-point operations on one sequence of ``length`` tokens: a forward pass, or all of a training step.
+
+        Counted are matrix products, head and routers included, at 2 a multiply-add, and attention at 4 * head_dim *
+        num_attention_heads for each (query, key) pair that the mask keeps. Norms, activations, rotary embedding and
+        softmax are left out, and so is what a kernel computes beyond the mask. ``training`` counts the products three
+        times (forward, gradients of inputs and of weights) and attention 3.5 times: of its two products forward, the
+        backward pass has five, as it computes the scores again. Recomputation for the sake of memory isn't counted.
+
+        Args:
+            kept: tokens that each recursion takes, whole numbers or means. The default is, for expert-choice,
+                ``kept(length)``; for token-choice, that depths are equally frequent, as the paper assumes; and without
+                a router, everyone. Where queries look at the keys of all tokens ("shared", "hybrid"), kept tokens are
+                taken to lie anywhere, so that a query sees (length + 1) / 2 keys on average.
+        """
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            _fail("length", "an integer of at least 1", repr(length))
+        count = self.num_recursions
+        if kept is None:
+            kept = self.kept(length) or (length,) * count
+            if self.router == "token_choice":
+                kept = [length * (count - r) / count for r in range(count)]
+        falling = all(0 <= k <= before for k, before in zip(kept, (length, *kept)))
+        if len(kept) != count or not falling:
+            _fail("kept", f"{count} non-increasing numbers from 0 to {length}", kept)
+
+        width, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+
+        def layer(queries, keys, rank):
+            """Multiply-adds of the products of a layer; ``keys`` are the tokens whose keys and values it makes."""
+            adapters = rank * (queries * (width + heads * self.head_dim) + keys * (width + groups * self.head_dim))
+            projections = 2 * width * self.head_dim * (queries * heads + keys * groups)
+            return projections + adapters + 3 * queries * width * self.intermediate_size
+
+        everyone = length * (length + 1) / 2
+        own = 2 * self.has_own_ends
+        products = own * layer(length, length, 0) + length * width * self.vocab_size
+        pairs = own * everyone
+        for r, tokens in enumerate(kept):
+            layers = len(self.recursion_layers[r])
+            alone = self.kv == "recursion_wise"
+            products += layers * layer(tokens, 0 if self.kv == "shared" and r else tokens, self.lora_rank)
+            pairs += layers * (tokens * (tokens + 1) / 2 if alone else tokens * (length + 1) / 2)
+            if self.router == "expert_choice":  # scores the tokens that the recursion before kept
+                candidates = kept[r - 1] if r else length
+                products += candidates * self._router_size(1) * (2 if self.aux == "router" else 1)
+        if self.router == "token_choice":
+            products += length * self._router_size(count)
+        attention = 4 * self.head_dim * heads * pairs
+        return round((3 * 2 * products + 3.5 * attention) if training else 2 * products + attention)
+
+    def _router_size(self, outputs: int) -> int:
+        if self.router_arch == "linear":
+            return self.hidden_size * outputs
+        hidden = self.hidden_size * (1 if self.router_arch == "mlp" else 4)
+        return hidden * (self.hidden_size + outputs)
 
 
 def _fail(name, expected, got):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 
 import torch
@@ -48,6 +49,33 @@ def join(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             pieces = [joined.pop(name.replace(parts[0], part)) for part in parts]
             joined[name.replace(parts[0], whole)] = torch.cat(pieces)
     return joined
+
+
+def dense_config(folder: str | os.PathLike, **changes) -> MoRConfig:
+    """The configuration of a model that takes its weights from the dense one in ``folder``, with ``changes``.
+
+    The folder's ``config.json`` is Hugging Face's for a Llama (see :meth:`MoRConfig.from_llama`) or that of a dense
+    model of ours.
+    """
+    path = os.path.join(folder, "config.json")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: expected the configuration of a dense model, found none")
+    if is_hugging_face(folder):
+        return MoRConfig.from_llama(path, **changes)
+    dense = MoRConfig.load(path)
+    if dense.num_recursions > 1 or dense.router != "none":
+        got = f"num_recursions={dense.num_recursions}, router={dense.router!r}"
+        raise ValueError(f"{path}: expected a dense model (num_recursions=1, router='none'), got {got}")
+    return MoRConfig.like(dense.to_dict(), path, **changes)
+
+
+def is_hugging_face(folder: str | os.PathLike) -> bool:
+    """Whether the ``config.json`` in ``folder`` is Hugging Face's, which names the model's type, and not ours."""
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            return "model_type" in json.load(file)
+    except (OSError, ValueError, TypeError):
+        return False  # MoRConfig.load says what is wrong
 
 
 def _sources(pool: list[int], shared: list[int], unrolled: list[int], init: str) -> dict[int, list[int]]:

@@ -505,7 +505,8 @@ class MoR(nn.Module):
 
         Args:
             dense: folder of a Hugging Face checkpoint (``*.safetensors``), or its state dict.
-            config: the recursive model; widths and ``num_hidden_layers`` are the dense model's.
+            config: the recursive model; widths and ``num_hidden_layers`` are the dense model's, which
+                :meth:`MoRConfig.from_llama` reads from the folder.
             init: how a shared layer comes from the dense ones, see :func:`.convert.dense_to_recursive`.
         """
         model = cls(config)
