@@ -1,6 +1,6 @@
 """Training steps: ours against plain PyTorch under torch.compile.
 
-    python bench/train.py [--size 360M] [--batch 16] [--length 2048] [--quick] [--only mor-2] [--out DIR] [--commit HASH]
+    python bench/train.py [--size 360M] [--batch 16] [--length 2048] [--quick] [--out DIR] [--commit HASH] [MODEL ...]
 
 A step is forward, backward, clipping and AdamW (fused) on fp32 weights that are computed with in bf16; everything but
 the reading of data. Plain is the same model in plain PyTorch, compiled as a whole: SDPA with FlashAttention-2, topk,
@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,11 +45,11 @@ CASES = {
         for kv, strategy in (("", "recursion_wise"), ("-shared", "shared"))
     },
 }  # fmt: skip
-PLAIN = ("vanilla", "recursive-2", "recursive-3", "mor-2", "mor-3", "mor-4")
+PLAIN = ("vanilla", "mor-2", "mor-3")  # compiling takes a minute each
 WARMUP, STEPS, QUICK_STEPS = 4, 8, 4
 CHECKED = 2  # sequences whose gradients are compared: in fp32 more would need more memory than some cards have
-# Of a parameter's gradient, relative to its norm: twice the distance that plain PyTorch has in bf16, and a little. There
-# it is 2 to 5 % after 30 layers, where some tokens change sides too.
+# Of a parameter's gradient, relative to its norm: twice the distance that plain PyTorch has in bf16, and a little.
+# There it is 2 to 5 % after 30 layers, where some tokens change sides too.
 TIMES_PLAIN, BESIDES = 2, 0.02
 # What a kernel is for, by its name; the first that fits. The rest is counted as elementwise.
 KERNELS = {
@@ -209,26 +209,6 @@ def check(inputs: SimpleNamespace, outputs: dict[str, torch.Tensor], ours: bool)
     return max(loss, close("gradients", distances(outputs), zero.expand(len(want)), allowed))
 
 
-def flops(config: MoRConfig, length: int) -> int:
-    """Of a training step on one sequence: matrix products three times the forward's, attention three and a half."""
-    shares = config.kept(length) or (length,) * config.num_recursions
-    if config.router == "token_choice":  # balanced: as many tokens end at each recursion
-        shares = tuple(length * (config.num_recursions - r) // config.num_recursions
-                       for r in range(config.num_recursions))  # fmt: skip
-    width, d, heads, groups = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    queries, keys = 2 * width * heads * d * 2, 2 * width * groups * d * 2
-    mlp = 6 * width * config.intermediate_size
-
-    def layer(kept, shared):
-        pairs = kept * (length + 1) // 2 if shared else kept * (kept + 1) // 2
-        return 3 * kept * (queries + mlp + (0 if shared else keys)) + 7 * 2 * d * heads * pairs
-
-    total = 2 * config.has_own_ends * layer(length, False) + 3 * 2 * width * config.vocab_size * length
-    for r, (kept, layers) in enumerate(zip(shares, config.recursion_layers)):
-        total += len(layers) * layer(kept, r > 0 and config.kv == "shared")
-    return total
-
-
 def kernel_table(run) -> dict[str, float]:
     """Milliseconds on the GPU of one call of `run` by what the kernels are for, and of the ten longest by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -244,23 +224,25 @@ def kernel_table(run) -> dict[str, float]:
 
 
 def sample(case: Case, implementation: Implementation, steps: int, *, shape: tuple[int, int], known: dict) -> Samples:
-    inputs = make(case.make(0).config, *shape, "cuda", 1)
+    """Milliseconds of steps on the full batch; in an implementation's first turn, memory and kernels as well."""
     began = time.perf_counter()
+    inputs = make(case.make(0).config, *shape, "cuda", 1)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     step = Step(inputs, implementation.name)
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     ms = _elapsed(step, steps)
-    key = case.name, implementation.name
-    if key not in known:
-        tokens = inputs.ids.numel()
-        known[key] = {"tokens": tokens, "peak_bytes": torch.cuda.max_memory_allocated() - before,
-                      "seconds to start": time.perf_counter() - began, "parameters": sum(p.numel() for p in step.model.parameters()), **kernel_table(step)}  # fmt: skip
-        print(case.name, implementation.name, ms, known[key], flush=True)
-    return Samples(ms, "events", facts=known[key])
+    facts = known.setdefault((case.name, implementation.name), {})
+    if not facts:
+        facts |= {
+            "tokens": inputs.ids.numel(), "parameters": sum(p.numel() for p in step.model.parameters()),
+            "peak_bytes": torch.cuda.max_memory_allocated() - before,
+            "start_seconds": time.perf_counter() - began, **kernel_table(step),
+        }  # fmt: skip
+    return Samples(ms, "events", facts=facts)
 
 
 def cases(names: Iterable[str], size: str, batch: int, length: int) -> list[Case]:
@@ -269,20 +251,23 @@ def cases(names: Iterable[str], size: str, batch: int, length: int) -> list[Case
         config = MoRConfig.from_size(size, max_position_embeddings=max(2048, length), **CASES[name])
         with torch.device("meta"):
             parameters = sum(p.numel() for p in MoR(config).parameters())
-        rivals = [Implementation("plain", lambda inputs: Step(inputs, "plain eager").gradients)] if name in PLAIN else []
-        ours = [Implementation("ours", lambda inputs: Step(inputs, "ours").gradients, ours=True)]
-        if config.router != "token_choice":
-            ours.append(
-                Implementation("ours, graph", lambda inputs: Step(inputs, "ours, graph").gradients, ours=True)
-            )
+        hows = ["ours, graph"] if config.router != "token_choice" else ["ours"]
+        hows = ["plain", *hows] if name in PLAIN else hows
         made.append(
             Case(
                 op="train step", name=name, nbytes=28 * parameters,  # what AdamW reads and writes
                 make=functools.partial(make, config, CHECKED, length, "cuda"), check=check,
-                implementations=(*rivals, *ours), flops=batch * flops(config, length),
+                implementations=tuple(
+                    Implementation(how, functools.partial(_gradients, how), ours=how.startswith("ours")) for how in hows
+                ),
+                flops=batch * config.flops(length, training=True),
             )
         )  # fmt: skip
     return made
+
+
+def _gradients(how: str, inputs: SimpleNamespace) -> Callable[[], dict[str, torch.Tensor]]:
+    return Step(inputs, "plain eager" if how == "plain" else how).gradients  # compiled anew, plain would take a minute
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from ..ops._numeric import wide
 from .config import MoRConfig
 
-# project(keys=True) -> (..., H + 2G, d), queries, keys and values of tokens as they were projected; without keys (..., H, d)
+# project(keys=True) -> (..., H + 2G, d), queries, keys and values of tokens as projected; keys=False: (..., H, d)
 Project = Callable[..., torch.Tensor]
 # attend(project, heads, positions, theta) -> (..., H, d), attention for tokens at positions (...); it turns queries and
 # keys by their positions
@@ -90,20 +90,24 @@ class Layer(nn.Module):
             setattr(self, name, for_any_rows(getattr(self, name), **options))
 
 
+def _compile(graph, inputs):
+    """Inductor, told to compute norms anew next to what reads them in the backward pass, in place of keeping them: a
+    fifth of a layer's activations for a percent of its time."""
+    from torch._inductor.compile_fx import compile_fx  # seconds to import
+
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs)
+
+
 def for_any_rows(function: Callable, **options) -> Callable:
     """``function`` compiled once for any number of rows of the tensors among its arguments."""
-    if not options:  # two gradients that become one tensor are written from one reading of what they are made of
-        options = {"options": {"max_pointwise_cat_inputs": 0}}
-    compiled = torch.compile(function, fullgraph=True, **options)
+    compiled = torch.compile(function, fullgraph=True, **{"backend": _compile, **options})
 
     def run(*arguments):
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
-        # Norms and products are computed anew, next to what reads them in the backward pass, in place of being kept:
-        # a third of a layer's activations for a few percent of its time.
-        with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
-            return compiled(*arguments)
+        return compiled(*arguments)
 
     return run
 

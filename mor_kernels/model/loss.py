@@ -17,8 +17,8 @@ CHUNK = 4096  # rows: 0.4 GB of logits in bf16 for 49,152 tokens; with fewer, th
 
 
 def softmax_(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the cross-entropies of logits (n, V) against targets (n, 1), -100 for none, and the gradient at the targets,
-    (n, 1). The logits become softmax, which is the gradient elsewhere. Computed in fp32, in fp64 for fp64."""
+    """Sum of the cross-entropies of logits (n, V) against targets (n, 1), -100 for none, and the gradient at the
+    targets, (n, 1). The logits become softmax, the gradient elsewhere. Computed in fp32, in fp64 for fp64."""
     scores, given = logits.to(wide(logits.dtype)), targets >= 0
     log_sums = scores.logsumexp(1, keepdim=True)
     losses = log_sums - scores.gather(1, targets.clamp(min=0))

@@ -217,8 +217,8 @@ class Trainer:
         self.model = model.to(self.device)
         self.model.activation_checkpointing = config.activation_checkpointing
         if config.cuda_graphs and (self.device.type != "cuda" or model.config.router == "token_choice"):
-            raise ValueError("cuda_graphs: expected false on a CPU, and with token_choice, where the host reads how many "
-                             f"tokens each recursion takes; got true on {self.device}, {model.config.router}")
+            raise ValueError("cuda_graphs: expected false on a CPU, and with token_choice, where the host reads how "
+                             f"many tokens each recursion takes; got true on {self.device}, {model.config.router}")
         if config.cuda_graphs and self.world_size > 1:
             raise ValueError("cuda_graphs: expected false for several processes, since FSDP2's gathering and reducing "
                              "can't be part of a graph, got true")

@@ -353,7 +353,8 @@ def test_mixed_depths_in_one_call_equal_one_by_one(used, kv, base):
         def run(sequences, recursions, positions, q, k, v, cu=None):
             sequences, recursions, positions = (ints(cache.block, *t) for t in (sequences, recursions, positions))
             plan = cache.plan(sequences, recursions, positions, cu)
-            out = plan.attend(0, lambda keys=True: torch.cat((q, k, v)[: 1 + 2 * keys], 1), 4, positions, 100.0)
+            projected = torch.cat((q, k, v), 1)
+            out = plan.attend(0, lambda keys=True: projected if keys else q, 4, positions, 100.0)
             plan.commit()
             return out
 
@@ -418,7 +419,8 @@ def test_a_graph_replays_over_pages_and_lanes(kv, base):
 
         def tick():
             plan = cache.plan(lanes[0], lanes[1].clamp(min=0), lanes[2].clamp(min=0))
-            out = plan.attend(0, lambda keys=True: torch.cat((q, k[:, :G], v[:, :G])[: 1 + 2 * keys], 1), 4, lanes[2].clamp(min=0), 100.0)
+            projected = torch.cat((q, k[:, :G], v[:, :G]), 1)
+            out = plan.attend(0, lambda keys=True: projected if keys else q, 4, lanes[2].clamp(min=0), 100.0)
             plan.commit()
             return out, plan.refused
 

@@ -6,6 +6,7 @@ import torch
 from models import VOCABULARY, assert_equals_reference, random_prompts, tiny
 
 from mor_kernels.decode import Engine, QueueFull, SamplingParams
+from mor_kernels.model.convert import separate
 from mor_kernels.ops import _dispatch
 from tests.strategies import targets
 
@@ -176,7 +177,7 @@ def test_rope_goes_by_position_where_few_tokens_go_deep():
         for router in model.routers:
             router.weight.zero_()
             router.weight[0, 0] = 1e-2
-    reference.weights |= separate({n: p.detach() for n, p in model.named_parameters()}, model.config)
+    reference.weights |= separate(model.state_dict(), model.config)
     prompt = [7, 1, 2, 3, 4, 7, 5, 6, 8, 7]
     params = SamplingParams(max_tokens=2, logprobs=VOCABULARY)
     for chunk in (512, 2):

@@ -353,7 +353,8 @@ def test_from_dense(sharing, layers, init, sources):
 def test_from_dense_random_keeps_ends_only():
     dense = MoR(MoRConfig(**TINY, num_hidden_layers=8))
     model = MoR.from_dense(state_of(dense), MoRConfig(**TINY, **TOKEN), "random")
-    same = [torch.equal(a.mlp.gate_up_proj.weight, b.mlp.gate_up_proj.weight) for a, b in zip(model.layers, dense.layers)]
+    pairs = zip(model.layers, dense.layers)
+    same = [torch.equal(a.mlp.gate_up_proj.weight, b.mlp.gate_up_proj.weight) for a, b in pairs]
     assert same == [True, False, False, False]
     assert torch.equal(model.layers[-1].mlp.gate_up_proj.weight, dense.layers[-1].mlp.gate_up_proj.weight)
 

@@ -193,7 +193,7 @@ BAD = [
     (lambda: ops.rope((NEW, NEW[..., :2]), I2[0, :2]), r"rope: k: expected shape \(2, G, 4\), got \(2, 2, 2\)"),
     (lambda: ops.rope((NEW, NEW.half()), I2[0, :2]), "rope: k: expected the dtype of q, torch.float32, got"),
     (lambda: ops.rope_qkv(NEW, 0, I2[0, :2]), "rope_qkv: heads: expected an integer of at least 1, got 0"),
-    (lambda: ops.rope_qkv(torch.ones(2, 4, 4), 3, I2[0, :2]), "rope_qkv: qkv: expected 3 heads of queries, and as many"),
+    (lambda: ops.rope_qkv(torch.ones(2, 4, 4), 3, I2[0, :2]), "rope_qkv: qkv: expected 3 heads of queries, and"),
     (lambda: ops.rope_qkv(torch.ones(2, 3, 5), 1, I2[0, :2]), "rope_qkv: qkv: expected an even last dimension, got 5"),
     (lambda: ops.rope_qkv(torch.ones(2, 3, 4), 1, I2[0]), r"rope_qkv: positions: expected shape \(2\), got \(3\)"),
     (lambda: ops.rope(NEW, I2[0]), r"rope: positions: expected shape \(2\), got \(3\)"),

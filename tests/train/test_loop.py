@@ -330,10 +330,11 @@ def test_bfloat16(make_model, make_config, tmp_path):
     for a, b in zip(metrics(whole)[1:], metrics(exact)[1:]):
         assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=2**-6)
     trainer = Trainer(exact.model, replace(whole.config, eval_every=1, out=str(tmp_path / "evaluated")))
-    losses = [trainer.evaluate()["validation_loss"]]
+    results = [trainer.evaluate()]
     trainer.bf16 = False
-    losses.append(trainer.evaluate()["validation_loss"])
-    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=2**-6)
+    results.append(trainer.evaluate())
+    assert results[0] != results[1]
+    assert results[0]["validation_loss"] == pytest.approx(results[1]["validation_loss"], rel=2**-6)
 
 
 def test_seed_orders_the_data(make_model, make_config, data, tmp_path):
