@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from tiny import EXPERT, SMALL, TOKEN
 
 from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.model.convert import separate
 from mor_kernels.train import Loader, Tokens, TrainConfig, Trainer, latest, loop, prepare, train
 from mor_kernels.train import data as data_module
 from mor_kernels.train.data import documents
@@ -179,7 +180,8 @@ def assert_same_run(a, b, exact=False):
         close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(tensor, weights[1][key], **close, msg=f"{key} {a} {b}")
     if (b / "model").exists():
-        saved = MoR.from_pretrained(b / "model").state_dict()
+        model = MoR.from_pretrained(b / "model")
+        saved = separate(model.state_dict(), model.config)
         assert all(torch.equal(saved[key], tensor) for key, tensor in weights[1].items())
     assert states[0].keys() == states[1].keys()
     for index, entry in states[0].items():
