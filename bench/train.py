@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.harness import Case, Implementation, Samples, _elapsed, close, command_line, on_gpu, require
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.convert import separate
-from mor_kernels.train.loop import Captured, parameters_in
+from mor_kernels.train.loop import Graphs, parameters_in
 
 CASES = {
     "vanilla": {},
@@ -158,18 +158,27 @@ class Step:
             model.compile_rows()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
                                            fused=inputs.ids.is_cuda)  # fmt: skip
-        self.captured = Captured(self.model.parameters(), self.backward) if how == "ours, graph" else None
+        self.graphs = Graphs(self.model.parameters(), self.backward) if how == "ours, graph" else None
 
-    def backward(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor]:
-        inputs, config = self.inputs, self.inputs.config
+    def run(self) -> tuple[torch.Tensor]:
+        """Forward and backward."""
+        config, (_, length) = self.inputs.config, self.inputs.ids.shape
+        ks = config.kept(length) or None
+        if self.graphs and config.router == "token_choice":
+            with parameters_in(self.model, torch.bfloat16):
+                ks = self.model.model.bounds(self.inputs.ids)
+        return (self.graphs or self.backward)(ks)
+
+    def backward(self, ks: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor]:
+        inputs = self.inputs
         backend = SDPBackend.FLASH_ATTENTION if dtype != torch.float32 else SDPBackend.EFFICIENT_ATTENTION
         with parameters_in(self.model, dtype), sdpa_kernel([backend, SDPBackend.MATH]):
-            loss = self.loss(inputs.ids, inputs.targets, config.kept(inputs.ids.shape[1]))
+            loss = self.loss(inputs.ids, inputs.targets, ks)
             loss.backward()
         return (loss.detach(),)
 
     def gradients(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-        (loss,) = self.captured() if self.captured else self.backward(dtype)
+        (loss,) = self.run() if self.graphs else self.backward(self.inputs.config.kept(self.inputs.ids.shape[1]), dtype)
         if self.how.startswith("plain"):
             found = {name.replace("/", "."): p.grad for name, p in self.model.weights.items()}
         else:
@@ -177,7 +186,7 @@ class Step:
         return {"loss": loss, **found}
 
     def __call__(self) -> None:
-        self.captured() if self.captured else self.backward()
+        self.run()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -251,8 +260,7 @@ def cases(names: Iterable[str], size: str, batch: int, length: int) -> list[Case
         config = MoRConfig.from_size(size, max_position_embeddings=max(2048, length), **CASES[name])
         with torch.device("meta"):
             parameters = sum(p.numel() for p in MoR(config).parameters())
-        hows = ["ours, graph"] if config.router != "token_choice" else ["ours"]
-        hows = ["plain", *hows] if name in PLAIN else hows
+        hows = ["plain", "ours, graph"] if name in PLAIN else ["ours, graph"]
         made.append(
             Case(
                 op="train step", name=name, nbytes=28 * parameters,  # what AdamW reads and writes

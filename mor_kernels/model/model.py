@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from typing import NamedTuple
 
@@ -160,7 +161,9 @@ class MoR(nn.Module):
             targets: (B, T) int64, the token that follows each; -100 for none.
             attention_mask: (B, T) bool or integers, 0 at padding, which may be anywhere; a token's position is
                 its rank among the real tokens of its row.
-            ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``.
+            ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``. Token-choice: bounds, that
+                the caller is sure of, on how many of the B * T tokens take each recursion; nothing waits for the device
+                then, and the results are NaN where more do.
             mode: "topk" (expert-choice as trained, looking at the whole sequence) or "threshold" (causal, as decoding
                 does). Default "topk" in training and "threshold" in evaluation. Token-choice is causal in both.
             logits: False computes the loss from a few thousand tokens' logits at a time and returns none, which
@@ -191,7 +194,7 @@ class MoR(nn.Module):
         if self.config.router == "none":
             x, routing = self._fixed_depth(x, positions, seqlens)
         elif self.config.router == "token_choice":
-            x, routing = self._token_choice(x, positions, seqlens)
+            x, routing = self._token_choice(x, positions, seqlens, ks)
         elif mode == "topk":
             x, routing = self._expert_choice(x, ks or self.kept(length), seqlens)
         else:
@@ -251,12 +254,14 @@ class MoR(nn.Module):
                     fail(name, f"ids below vocab_size {self.config.vocab_size}", low if low < least else high)
         if mode not in ("topk", "threshold"):
             fail("mode", "'topk' or 'threshold'", repr(mode))
-        if ks is not None and self.config.router == "expert_choice":
-            limits = (input_ids.shape[1], *ks)
+        if ks is not None and self.config.router != "none":
+            token = self.config.router == "token_choice"
+            limits = (input_ids.numel() if token else input_ids.shape[1], *ks)
             whole = all(isinstance(k, (int, torch.SymInt)) and k >= 0 for k in ks)
-            falling = whole and ks and ks[0] == limits[0] and all(a >= b for a, b in zip(limits, ks))
-            if len(ks) != self.config.num_recursions or not falling:
-                fail("ks", f"{self.config.num_recursions} non-increasing numbers, the first {input_ids.shape[1]}", ks)
+            falling = whole and ks and all(a >= b for a, b in zip(limits, ks))
+            if len(ks) != self.config.num_recursions or not falling or not (token or ks[0] == limits[0]):
+                first = f"at most {limits[0]}" if token else limits[0]
+                fail("ks", f"{self.config.num_recursions} non-increasing numbers, the first {first}", ks)
 
     def _key_values(self, kind, before, **layout):
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
@@ -384,7 +389,21 @@ class MoR(nn.Module):
             logits, activation=self.config.router_activation, bias=self.router_bias, valid=valid
         )
 
-    def _token_choice(self, x, positions, seqlens):
+    def bounds(self, input_ids: torch.Tensor) -> tuple[int, ...]:
+        """Token-choice: how many of the tokens (B, T) take each recursion, rounded up to sixteenths of B * T, as ``ks``
+        for :meth:`forward`. Few different numbers come out of it, so that a CUDA graph can serve each; it waits for the
+        device, after the first layer."""
+        batch, length = input_ids.shape
+        positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+        x = self.first_layer(
+            self.embed_tokens(input_ids), positions, functools.partial(BatchedKeyValues().attend, 0)
+        )
+        recursions = torch.arange(self.config.num_recursions, device=x.device)
+        counts = (self.choose_depths(x)[1][..., None] > recursions).sum((0, 1)).tolist()
+        step = max(math.ceil(batch * length / 16), 1)
+        return tuple(min(math.ceil(count / step) * step, batch * length) for count in counts)
+
+    def _token_choice(self, x, positions, seqlens, bounds):
         """Each token takes the recursions up to the depth that the router gave it at the outset (paper, equation 2)."""
         config = self.config
         key_values = None
@@ -395,7 +414,7 @@ class MoR(nn.Module):
         start = state = x.flatten(0, 1)
         places = real.flatten().cumsum(0) - 1
         packed = ops.pack_depths(depths, config.num_recursions)
-        for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length)):
+        for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length, bounds)):
             where = indices.clamp(min=0)
             key_values = self._key_values(
                 PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
@@ -409,6 +428,9 @@ class MoR(nn.Module):
             exit_gate = gates.gather(1, depths.view(-1, 1).clamp(min=1) - 1)[:, 0]
         everyone = torch.where(real.flatten(), torch.arange(len(start), device=x.device), -1)
         x = ops.scatter_back(start, state, everyone, exit_gate).view(shape)
+        if bounds is not None:  # tokens beyond them were left out: no number says so, and nothing waits for the device
+            excess = packed.cu_seqlens[:, -1] > torch.tensor(bounds, device=x.device)
+            x = torch.where(excess.any(), torch.nan, x)
 
         losses = {"z": ops.z_loss(logits, valid=real)} if config.z_coeff else {}
         if config.balance == "loss" and config.balance_coeff:
@@ -423,11 +445,15 @@ class MoR(nn.Module):
         return x, (depths, losses, metrics)
 
     @staticmethod
-    def _trim(packed, length):
-        """Each recursion's (indices, cu_seqlens, bound on a sequence's tokens), cut to the tokens there are.
+    def _trim(packed, length, bounds=None):
+        """Each recursion's (indices, cu_seqlens, bound on a sequence's tokens), cut to the tokens there are, or to so
+        many that the caller is sure of.
 
         Reading how many there are waits for the device once; a compiled graph keeps the full, static size instead.
         """
+        if bounds is not None:
+            # cut alike where there are more, since kernels read what cu_seqlens says
+            return [(i[:n], c.clamp(max=n), length) for i, c, n in zip(packed.indices, packed.cu_seqlens, bounds)]
         if torch.compiler.is_compiling():
             return [(i, c, length) for i, c in zip(packed.indices, packed.cu_seqlens)]
         lengths = F.pad(packed.cu_seqlens.diff(dim=1), (0, 1))  # one more, since a batch may have no rows

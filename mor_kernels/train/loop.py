@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -121,42 +121,55 @@ def train(model, config: TrainConfig) -> Trainer:
         return trainer
 
 
-class Captured:
-    """A forward and backward pass on tensors of fixed shapes as one CUDA graph: the host launches it, not its thousands
-    of kernels. Nothing in it may wait for the device."""
+class Graphs:
+    """A forward and backward pass as CUDA graphs, one for each of the sizes that it is called with: the host launches a
+    graph, not its thousands of kernels. Nothing in the pass may wait for the device.
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], forward_backward: Callable, *inputs: torch.Tensor):
-        self.parameters, self.inputs = list(parameters), [tensor.clone() for tensor in inputs]
-        given = [parameter.grad for parameter in self.parameters]
+    `forward_backward(sizes, *inputs)` adds to the gradients of `parameters` and returns tensors.
+    """
+
+    KEPT = 8  # the last ones used; each has gradients of its own
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], forward_backward: Callable):
+        self.parameters, self.forward_backward = list(parameters), forward_backward
+        self.graphs: dict[Hashable, tuple] = {}
+        self.pool = None
+
+    def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
+        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
+        captured = self.graphs.pop(sizes, None) or self._capture(sizes, inputs)
+        self.graphs[sizes] = captured
+        graph, own, gradients, outputs = captured
+        for tensor, new in zip(own, inputs):
+            tensor.copy_(new)
+        graph.replay()
+        for parameter, gradient, earlier in zip(self.parameters, gradients, before):
+            if gradient is not None:
+                parameter.grad = gradient if earlier is None else gradient.add_(earlier)
+        return [output.clone() for output in outputs]
+
+    def _capture(self, sizes, inputs):
+        while len(self.graphs) >= self.KEPT:
+            del self.graphs[next(iter(self.graphs))]
+        own = [tensor.clone() for tensor in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, and loads kernels
                 self._forget()
-                forward_backward(*self.inputs)
+                self.forward_backward(sizes, *own)
         torch.cuda.current_stream().wait_stream(stream)
         self._forget()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = forward_backward(*self.inputs)
-        self.gradients = [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, given):
-            parameter.grad = gradient
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            outputs = self.forward_backward(sizes, *own)
+        self.pool = graph.pool()
+        return graph, own, [parameter.grad for parameter in self.parameters], outputs
 
     def _forget(self):
         for parameter in self.parameters:
             parameter.grad = None
-
-    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
-        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
-        for own, new in zip(self.inputs, inputs):
-            own.copy_(new)
-        self.graph.replay()
-        for parameter, gradient, earlier in zip(self.parameters, self.gradients, before):
-            if gradient is not None:
-                parameter.grad = gradient if earlier is None else gradient.add_(earlier)
-        return [output.clone() for output in self.outputs]
 
 
 @contextmanager
@@ -216,13 +229,12 @@ class Trainer:
         self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
         self.model = model.to(self.device)
         self.model.activation_checkpointing = config.activation_checkpointing
-        if config.cuda_graphs and (self.device.type != "cuda" or model.config.router == "token_choice"):
-            raise ValueError("cuda_graphs: expected false on a CPU, and with token_choice, where the host reads how "
-                             f"many tokens each recursion takes; got true on {self.device}, {model.config.router}")
+        if config.cuda_graphs and self.device.type != "cuda":
+            raise ValueError("cuda_graphs: expected false without a GPU, got true")
         if config.cuda_graphs and self.world_size > 1:
             raise ValueError("cuda_graphs: expected false for several processes, since FSDP2's gathering and reducing "
                              "can't be part of a graph, got true")
-        self.captured: Captured | None = None
+        self.graphs = Graphs(self.model.parameters(), self._forward_backward)
         if config.compile:
             self.model.compile_rows()
         self.out = Path(config.out)
@@ -379,16 +391,20 @@ class Trainer:
 
     def _micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds to the gradients; returns the losses and metrics, stacked, and the depths."""
+        ks = self.kept or None
         settled = self.kept == self.model.kept(self.config.sequence_length)  # capacities have been warmed up
         if not (self.config.cuda_graphs and settled):
-            return self._forward_backward(inputs, targets)
-        if self.captured is None:
-            self.captured = Captured(self.model.parameters(), self._forward_backward, inputs, targets)
-        return self.captured(inputs, targets)
+            return self._forward_backward(ks, inputs, targets)
+        if self.model.config.router == "token_choice":
+            with self._precision():
+                ks = self.model.bounds(inputs)
+        return self.graphs(ks, inputs, targets)
 
-    def _forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_backward(
+        self, ks: tuple[int, ...] | None, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._precision():
-            output = self.model(inputs, targets=targets, ks=self.kept, logits=False)
+            output = self.model(inputs, targets=targets, ks=ks, logits=False)
             (output.loss / self.config.accumulation).backward()
         terms = {"loss": output.loss, **output.losses, **output.metrics}
         self.names = [*terms, "gradient_norm"]

@@ -141,3 +141,26 @@ def test_parameters_in_another_dtype():
     with pytest.raises(RuntimeError, match="stop"), parameters_in(model, torch.bfloat16):
         raise RuntimeError("stop")
     assert dict(model.named_parameters()) == before
+
+
+def test_bounds_of_token_choice():
+    """A static size in place of a number that is read from the device gives the same; too small a one, no number."""
+    torch.manual_seed(0)
+    for kv in KV:
+        model = MoR(MoRConfig(**TINY, **TOKEN, **kv)).double()
+        x = torch.randint(17, (3, 16), generator=torch.Generator().manual_seed(0))
+        want = step(model, x)
+        bounds = model.bounds(x)
+        counts = [int((want[1] > r).sum()) for r in range(3)]
+        assert bounds[0] == 48 and 48 > counts[1] > counts[2] > 0
+        assert all(bound % 3 == 0 and count <= bound < count + 3 for bound, count in zip(bounds, counts))
+        model.zero_grad()
+        out = model(x, x, logits=False, ks=bounds)
+        out.loss.backward()
+        got = [out.loss.detach(), out.depths, *(parameter.grad for parameter in model.parameters())]
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        assert model(x, x, ks=(48, counts[1] - 1, 0)).loss.isnan()
+    for ks in ((48, 48), (49, 1, 1), (48, 3, 4), (48, 1.5, 1), (48, 3, -1)):
+        with pytest.raises(ValueError, match="ks: expected 3 non-increasing numbers, the first at most 48, got"):
+            model(x, ks=ks)

@@ -527,24 +527,26 @@ def test_on_a_gpu(make_model, make_config, kind):
 
 
 def test_cuda_graphs_are_refused_where_they_cannot_be(make_model, make_config):
-    with pytest.raises(ValueError, match="cuda_graphs: expected false on a CPU"):
+    with pytest.raises(ValueError, match="cuda_graphs: expected false without a GPU, got true"):
         Trainer(make_model(**EXPERT), make_config(cuda_graphs=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("settings", [{}, {"accumulation": 2}, {"compile": True, "activation_checkpointing": True}])
-def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, settings):
+@pytest.mark.parametrize("kind", [{**EXPERT, "cap_warmup_steps": 3}, TOKEN], ids=["expert", "token"])
+def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, kind, settings):
     """Through a warm-up of capacities, whose steps aren't captured, an evaluation in between, and a resumed run."""
     runs = []
     for name, graphs in (("plain", False), ("graphs", True)):
         config = make_config(device="cuda", out=str(tmp_path / name), steps=12, eval_every=9, cuda_graphs=graphs,
                              precision="float32", **settings)  # fmt: skip
-        train(make_model(**{**EXPERT, "cap_warmup_steps": 3}), replace(config, steps=10))
-        trainer = train(make_model(seed=1, **{**EXPERT, "cap_warmup_steps": 3}), config)
-        assert (trainer.captured is not None) == graphs
+        train(make_model(**kind), replace(config, steps=10))
+        trainer = train(make_model(seed=1, **kind), config)
+        assert bool(trainer.graphs.graphs) == graphs
         runs.append([line for line in metrics(trainer) if "loss" in line])
     assert len(runs[0]) == len(runs[1]) == 12
     for a, b in zip(*runs):
         # what is compiled, and what a graph holds, may sum in another order
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["depth_mix"] == b["depth_mix"], a["step"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), a["step"]
+        assert a["depth_mix"] == pytest.approx(b["depth_mix"], abs=0.02)  # a token near a tie
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-3)
