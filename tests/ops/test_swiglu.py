@@ -26,6 +26,11 @@ def run(function, inputs, d_y):
     return [y.detach(), *torch.autograd.grad(y, inputs, d_y)]
 
 
+def smallest(dtype):
+    """The smallest number above 0."""
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+
+
 def check_values(got, gate_up, d_h=None):
     """Gated values, or their gradients and they: one rounding to the dtype, element by element."""
     exact = gate_up.detach().cpu().double().requires_grad_()
@@ -34,8 +39,9 @@ def check_values(got, gate_up, d_h=None):
     want = (h,) if d_h is None else (*torch.autograd.grad(h, exact, d_h.cpu().double()), h)
     for name, one, other in zip(("d_gate_up", "h") if len(want) == 2 else ("h",), got, want, strict=True):
         assert one.dtype == gate_up.dtype and one.is_contiguous()
-        # of a product of three numbers, in wide precision, an error of some roundings of it
-        s.assert_close(one, other, gate_up.dtype, 0.5 if gate_up.dtype in s.HALVES else 8, name, cancels=0.01)
+        # halves are rounded once; in fp32 and fp64 each factor is. Below the smallest normal number steps don't shrink
+        roundings, slack = 0.5 if gate_up.dtype in s.HALVES else 8, smallest(gate_up.dtype)
+        s.assert_close(one, other, gate_up.dtype, roundings, name, slack=slack)
 
 
 @s.targets("swiglu")
@@ -52,9 +58,8 @@ def test_equals_formula(device, backend, lead, width, out, scale, seed, dtype, s
     weight = s.normal((out, width), seed + 1, dtype, strided).to(device) / max(width, 1) ** 0.5
     rows = gate_up if lead else gate_up[None]
     d_h = s.normal((*rows.shape[:-1], width), seed + 2, dtype, not strided).to(device)
-    name = backend or "auto"
-    check_values([torch.ops.mor_kernels.swiglu(rows, name)], rows)
-    check_values(backward(d_h, rows, name), rows, d_h)
+    check_values([torch.ops.mor_kernels.swiglu(rows, backend)], rows)
+    check_values(backward(d_h, rows, backend), rows, d_h)
 
     d_y = s.normal((*lead, out), seed + 3, dtype, not strided).to(device)
     exact = run(plain, [t.cpu().double() for t in (gate_up, weight)], d_y.cpu().double())
@@ -66,7 +71,7 @@ def test_equals_formula(device, backend, lead, width, out, scale, seed, dtype, s
         if one.numel():
             one, other, largest = one.cpu().double(), other.cpu().double(), want.abs().max()
             assert not one.isnan().any()
-            budget = 2 * (other - want).abs().max() + 2 * eps * (want.abs() + largest)
+            budget = 2 * (other - want).abs().max() + 2 * eps * (want.abs() + largest) + 9 * smallest(dtype)
             assert ((one - want).abs() <= budget).all(), label
 
 
