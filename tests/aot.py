@@ -165,6 +165,9 @@ def scenarios() -> Iterator[Callable]:
     for width in (2, 10):
         yield partial(ops.rope, floats(B * N, 1, width), whole(B * N))
 
+    for width, dtype in ((2560, BF16), (1000, BF16), (1001, BF16), (24, BF16), (1536, FP16), (2560, FP32), (77, FP32)):
+        yield partial(ops.swiglu_linear, floats(B, N, 2 * width, dtype=dtype), floats(64, width, dtype=dtype))
+
     table, offsets, lens = (whole(*size, dtype=torch.int32) for size in ((B, 128), (B + 1,), (B,)))
     for width, dtype, heads, groups in (ATTENTION[0], ATTENTION[3], ATTENTION[4]):
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .. import ops
 from ..ops._numeric import wide
 from .config import MoRConfig
 
@@ -46,8 +47,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+        return ops.swiglu_linear(self.gate_up_proj(x), self.down_proj.weight)
 
 
 class Layer(nn.Module):

@@ -29,6 +29,7 @@ from .pages import Pages, Taken, commit_pages_, free_pages_, take_pages_
 from .rope import rope, rope_qkv
 from .route import Routed, route
 from .scatter_back import scatter_back, scatter_back_
+from .swiglu import swiglu_linear
 
 __all__ = [
     "Depths",
@@ -61,6 +62,7 @@ __all__ = [
     "sampling_accuracy",
     "scatter_back",
     "scatter_back_",
+    "swiglu_linear",
     "take_pages_",
     "z_loss",
 ]

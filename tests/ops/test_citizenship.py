@@ -96,6 +96,7 @@ CASES = {
     ),
     "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [PLACES]),
     "rope_qkv": (lambda x, p: ops.rope_qkv(x, 3, p), [(2, 5, 5, 4)], [PLACES]),
+    "swiglu_linear": (lambda x, w: ops.swiglu_linear(x, w), [(2, 5, 6), (4, 3)], []),
     "rope_pair": (lambda q, k, p: ops.rope((q, k), p), [(2, 5, 3, 4), (2, 5, 1, 4)], [PLACES]),
 }
 WIDE = {"route_replay": 1, "scatter_block": 2, "scatter_delta": 2}  # which input is never narrower than fp32
@@ -383,15 +384,17 @@ def test_k_and_length_compile_once_more_at_most():
 @every_case
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast(name, device):
-    """Runs under autocast; attention follows it, everything else keeps its own precision."""
+    """Runs under autocast; attention and what has a linear layer in it follow it, everything else keeps its own
+    precision."""
     function, inputs, others = make(name, dtype=torch.float32, device=device)
-    same = [t.detach().bfloat16().requires_grad_() for t in inputs] if "attention" in name else inputs
+    follows = "attention" in name or "linear" in name
+    same = [t.detach().bfloat16().requires_grad_() for t in inputs] if follows else inputs
     plain = results(function, same, others)
     with torch.autocast(device, dtype=torch.bfloat16):
         cast = results(function, inputs, others)
     for i, (a, b) in enumerate(zip(cast, plain, strict=True)):
         assert torch.equal(a.float(), b.float())
-        if "attention" in name:
+        if follows:
             assert a.dtype == (torch.bfloat16 if i == 0 else torch.float32)
 
 

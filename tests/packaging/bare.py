@@ -86,12 +86,14 @@ CALLS = {
         q[:, 0].detach(), cache.detach(), cache.detach(), pages, cu_seqlens.diff()
     ),
     "rope": lambda: ops.rope(q, torch.arange(N).expand(B, N)),
+    "rope_qkv": lambda: torch.cat(ops.rope_qkv(torch.cat((q, k, v), -2), H, torch.arange(N).expand(B, N)), -2),
     "route": lambda: ops.route(x, weight, K).rows,
     "router_bias_update": lambda: ops.router_bias_update(torch.zeros(NR), counts),
     "routing_entropy": lambda: ops.routing_entropy(logits.softmax(-1).flatten(0, 1)),
     "sampling_accuracy": lambda: ops.sampling_accuracy(~kept, kept),
     "scatter_back": lambda: ops.scatter_back(x, routed.rows, routed.indices, routed.gates),
     "scatter_back_": scatter_in_place,
+    "swiglu_linear": lambda: ops.swiglu_linear(x, floats(N, D // 2)),
     "take_pages_": lambda: pages_in_place(lambda *_: None),
     "z_loss": lambda: ops.z_loss(logits),
 }

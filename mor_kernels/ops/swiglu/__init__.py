@@ -1,0 +1,76 @@
+"""The second half of a SwiGLU block (Shazeer, 2020, "GLU Variants Improve Transformer"): gated values, and the product
+with the down projection."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import apply, deferred, define, resolve
+from . import eager
+
+_forward = define(
+    "swiglu(Tensor gate_up, str backend) -> Tensor",
+    fake=lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    eager=eager.swiglu,
+    triton=deferred(f"{__name__}.triton", "swiglu"),
+)
+_backward = define(
+    "swiglu_backward(Tensor d_h, Tensor gate_up, str backend) -> (Tensor d_gate_up, Tensor h)",
+    fake=lambda d_h, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(d_h.shape)),
+    eager=eager.swiglu_backward,
+    triton=deferred(f"{__name__}.triton", "swiglu_backward"),
+)
+
+
+class _SwigluLinear(torch.autograd.Function):
+    """Of tokens as rows (n, 2F). h isn't kept: the kernel that writes the gradients writes it anew on the way."""
+
+    @staticmethod
+    def forward(ctx, gate_up, weight, backend):
+        ctx.save_for_backward(gate_up, weight)
+        ctx.backend = backend
+        return F.linear(_forward(gate_up, backend), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):
+        gate_up, weight = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        needs_gate_up, needs_weight, _ = ctx.needs_input_grad
+        d_gate_up = None
+        if needs_gate_up:
+            d_gate_up, h = _backward(d_y @ weight, gate_up, ctx.backend)
+        elif needs_weight:
+            h = _forward(gate_up, ctx.backend)
+        return d_gate_up, d_y.mT @ h if needs_weight else None, None
+
+
+def swiglu_linear(gate_up: torch.Tensor, weight: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """``(silu(gate) * up) @ weight.T`` of a fused projection ``[gate | up]``.
+
+    Nothing but gate_up and weight is kept for the backward pass, where one kernel reads the gradient, gate and up once
+    and writes the gradient of both, as one tensor, together with the gated values that the gradient of weight takes.
+
+    Args:
+        gate_up: (..., 2F), gates and then values; bf16, fp16, fp32 or fp64; any strides.
+        weight: (D, F), of the same dtype; under autocast both are cast.
+
+    Returns:
+        (..., D), dtype of gate_up (the autocast dtype under autocast). Gated values and their gradients are computed in
+        fp32 (fp64 for fp64) and rounded once; the products are PyTorch's. Gradients reach gate_up and weight.
+    """
+    op = "swiglu_linear"
+    _checks.tensor(op, "gate_up", gate_up, ("...", "2F"))
+    if gate_up.shape[-1] % 2:
+        _checks.fail(op, "gate_up", "an even last dimension", gate_up.shape[-1])
+    _checks.tensor(op, "weight", weight, ("D", gate_up.shape[-1] // 2), like=gate_up)
+    if not gate_up.is_meta and torch.is_autocast_enabled(gate_up.device.type) and gate_up.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(gate_up.device.type)
+        gate_up, weight = gate_up.to(dtype), weight.to(dtype)
+    if weight.dtype != gate_up.dtype:
+        _checks.fail(op, "weight", f"the dtype of gate_up, {gate_up.dtype}", weight.dtype)
+    rows = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up[None]
+    y = apply(_SwigluLinear, rows, weight, resolve("swiglu", backend, gate_up))
+    return y.view(*gate_up.shape[:-1], weight.shape[0])
