@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,52 @@ def bytes_table(result: dict) -> list[str]:
     return _markdown(header, lines)
 
 
+def train_table(result: dict) -> list[str]:
+    """Whole training steps, and what their kernels are for. A model's time and operations are both shown relative to
+    our own vanilla's: skipping tokens pays off fully where the first is at most the second."""
+    lines, kinds = [], []
+    groups = list(_groups(result))
+    vanilla = next((own for _, case, _, own in groups if case == "vanilla" and own and not own["failed"]), None)
+    for op, case, group, own in groups:
+        plain = next((row for row in group if not row["ours"]), None)
+        done = own if own and not own["failed"] else None
+        rival = best_rival(group, op, case)
+        facts = [
+            f"{done['tokens'] / done['ms'] * 1e3:,.0f}", f"{tflops(done):.0f}",
+            f"{1e14 * tflops(done) / result['matmul_flops_per_second']:.1f}",
+        ] if done else ["-"] * 3  # fmt: skip
+        memory = f"{done['peak_bytes'] / rival['peak_bytes']:.2f}" if done and rival else "-"
+        relative = [f"{done[key] / vanilla[key]:.3f}" if done and vanilla else "-" for key in ("ms", "flops")]
+        parameters = next((f"{row['parameters'] / 1e6:.0f}" for row in (done, rival) if row), "-")
+        lines.append((case, parameters, *(_if_done(row, "ms", 1) for row in (plain, own)), *facts,
+                      *(_if_done(row, "peak_bytes", 2**30) for row in (plain, own)), _faster(done, rival), memory,
+                      *relative))  # fmt: skip
+        if plain:
+            kinds += [(case, row) for row in (plain, own) if row and not row["failed"]]
+    header = ("model", "parameters, M", "plain, ms", "ours, ms", "tokens/s", "TFLOP/s", "% of matmul", "plain, GiB",
+              "ours, GiB", "x plain", "memory / plain", "time / vanilla", "FLOPs / vanilla")  # fmt: skip
+    return _markdown(header, lines) + (["", "Where the time goes:", "", *_kinds_table(kinds)] if kinds else [])
+
+
+def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
+    """Milliseconds of a profiled step by what kernels are for, what takes most of all first."""
+    total = Counter()
+    for _, row in rows:
+        total.update(row["by_kind"])
+    kinds = [kind for kind, _ in total.most_common()]
+    lines = []
+    for case, row in rows:
+        spent = [row["by_kind"].get(kind, 0) for kind in kinds]
+        lines.append((case, "ours" if row["ours"] else row["impl"], *(f"{ms:.1f}" for ms in (*spent, sum(spent)))))
+    return _markdown(("model", "", *(f"{kind}, ms" for kind in kinds), "all, ms"), lines)
+
+
+def _if_done(row: dict | None, key: str, unit: float) -> str:
+    if row is None:
+        return "-"
+    return "failed" if row["failed"] else f"{row[key] / unit:.1f}"
+
+
 def _own(row: dict | None) -> str:
     """The milliseconds of our faster kernel, and which one that is, if it isn't Triton's."""
     return _ms(row) + (f" ({row['impl']})" if row and row["impl"] != "triton" else "")
@@ -122,7 +169,7 @@ def _ms(row: dict | None) -> str:
     return "failed" if row["failed"] else f"{row['ms']:.3g}"
 
 
-TABLES = {"attn_flops": flops_table, "kv": bytes_table}
+TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table}
 
 
 def section(benchmark: str, folder: Path = RESULTS) -> str:

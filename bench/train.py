@@ -51,14 +51,19 @@ CHECKED = 2  # sequences whose gradients are compared: in fp32 more would need m
 # Of a parameter's gradient, relative to its norm: twice the distance that plain PyTorch has in bf16, and a little.
 # There it is 2 to 5 % after 30 layers, where some tokens change sides too.
 TIMES_PLAIN, BESIDES = 2, 0.02
-# What a kernel is for, by its name; the first that fits. The rest is counted as elementwise.
+# What a kernel is for, by its name; the first that fits. The rest, rotary embedding and SwiGLU with it, is counted as
+# elementwise. Scatter-back's `_forward` and `_backward`, where Triton's are taken, have the names of attention's.
 KERNELS = {
-    "attention": r"flash|fmha|attention|attend|delta|hopper",
-    "matmul": r"gemm|nvjet|cutlass|cublas|splitK|matmul",
-    "routing": r"route|score|choose|select|scatter|gather|topk|sort|radix|pack|rope|rotate|histogram",
+    "elementwise": r"^triton_",  # Inductor's: their names list operations
+    "attention": r"flash|fmha|sdpa|attention"
+    r"|^_(forward(_narrow|_wide)?|backward(_q|_kv)?|prepare|place|fill_tail|block_lists)$",
+    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitK|matmul",
     "optimizer": r"multi_tensor|adam|lpnorm",
+    "routing": r"route|scatter|gather|topk|sort|radix|select|histogram|invert|sum_partials|(append|merge|lookup)_kernel"
+    r"|^_(in_place|backward_of_slots|logit_gradients|score|pack|choose|aux|balance|z|mean|append|merge|lookup)",
     "copies": r"memcpy|memset|copy|fill",
 }
+LONGEST = 20  # kernels whose names are kept
 
 
 class Plain(torch.nn.Module):
@@ -178,7 +183,8 @@ class Step:
         return (loss.detach(),)
 
     def gradients(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-        (loss,) = self.run() if self.graphs else self.backward(self.inputs.config.kept(self.inputs.ids.shape[1]), dtype)
+        ks = self.inputs.config.kept(self.inputs.ids.shape[1]) or None
+        (loss,) = self.run() if self.graphs else self.backward(ks, dtype)
         if self.how.startswith("plain"):
             found = {name.replace("/", "."): p.grad for name, p in self.model.weights.items()}
         else:
@@ -218,18 +224,26 @@ def check(inputs: SimpleNamespace, outputs: dict[str, torch.Tensor], ours: bool)
     return max(loss, close("gradients", distances(outputs), zero.expand(len(want)), allowed))
 
 
-def kernel_table(run) -> dict[str, float]:
-    """Milliseconds on the GPU of one call of `run` by what the kernels are for, and of the ten longest by name."""
+def kernel_table(run) -> dict[str, dict[str, float]]:
+    """What :func:`grouped` says of one call of ``run``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    return grouped(
+        (event.key, event.count, event.self_device_time_total / 1e3)
+        for event in profile.key_averages()
+        if not event.is_user_annotation  # a span of kernels, which are listed too
+    )
+
+
+def grouped(kernels: Iterable[tuple[str, int, float]]) -> dict[str, dict[str, float]]:
+    """Milliseconds by what kernels are for, and of the longest by name, from their names, counts and milliseconds."""
     groups, names = Counter(), Counter()
-    for event in profile.key_averages():
-        ms = event.self_device_time_total / 1e3
-        fits = (group for group, pattern in KERNELS.items() if re.search(pattern, event.key, re.I))
+    for kernel, count, ms in kernels:
+        fits = (group for group, pattern in KERNELS.items() if re.search(pattern, kernel, re.I))
         groups[next(fits, "elementwise")] += ms
-        names[f"{event.count} x {event.key[:90]}"] += ms
-    return {"by_kind": dict(groups.most_common()), "longest": dict(names.most_common(60))}
+        names[f"{count} x {kernel[:90]}"] += ms
+    return {"by_kind": dict(groups.most_common()), "longest": dict(names.most_common(LONGEST))}
 
 
 def sample(case: Case, implementation: Implementation, steps: int, *, shape: tuple[int, int], known: dict) -> Samples:

@@ -29,7 +29,7 @@ def test_readme_is_up_to_date():
 
 
 def test_readme_has_the_sections_to_write():
-    assert {"routing", "attn_flops", "kv"} <= {
+    assert {"train", "routing", "attn_flops", "kv"} <= {
         found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
     }
 
@@ -115,3 +115,71 @@ def test_a_table_of_bytes_has_rates_and_a_library(tmp_path):
     assert "| route | B2 | 0.125 | 0.1 | 2400 | 80 | 0.5 | - | 0.25 | 2.00 |" in report.section("kv", tmp_path)
     write(tmp_path, [row("eager", 0.5), row("triton", None, True, "wrong")], "kv-a-card")
     assert "| route | B2 | failed | 0.1 | - | - | 0.5 | - | - | - |" in report.section("kv", tmp_path)
+
+
+def step_row(case, impl, ms, flops, gib, by_kind, ours=True):
+    return row(impl, ms, ours, case=case) | {
+        "op": "train step", "flops": flops, "floor_ms": flops / 8e11, "tokens": 32768, "parameters": 361_800_000,
+        "peak_bytes": gib * 2**30, "start_seconds": 60.0, "by_kind": by_kind, "longest": {"2 x nvjet": ms / 2},
+    }  # fmt: skip
+
+
+def failed_step(case, impl, flops, ours=True):
+    return row(impl, None, ours, "wrong", case) | {"op": "train step", "flops": flops, "floor_ms": flops / 8e11}
+
+
+STEP_ROWS = [
+    step_row("vanilla", "plain", 250.0, 80e12, 40, {"matmul": 120.0, "attention": 60.0, "elementwise": 50.0}, False),
+    step_row("vanilla", "ours, graph", 200.0, 80e12, 25.25, {"matmul": 120.0, "attention": 40.0, "copies": 1.25}),
+    step_row("recursive-2", "ours, graph", 190.0, 80e12, 24, {"matmul": 110.0}),
+    step_row("mor-2", "plain", 300.0, 64e12, 36, {"matmul": 95.0, "routing": 70.5}, False),
+    step_row("mor-2", "ours, graph", 161.0, 64e12, 18, {"matmul": 95.0, "routing": 5.0}),
+    failed_step("mor-3", "plain", 60e12, False),
+    step_row("mor-3", "ours, graph", 150.0, 60e12, 16, {"attention": 30.0}),
+    failed_step("mor-4", "ours, graph", 59e12),
+]
+
+
+def test_training_steps_have_tables_of_their_own(tmp_path):
+    write(tmp_path, STEP_ROWS, "train-a-card", matmul_flops_per_second=800e12)
+    lines = report.section("train", tmp_path).splitlines()
+    at = lines.index("Where the time goes:")
+    assert lines[2:at] == [
+        "| model | parameters, M | plain, ms | ours, ms | tokens/s | TFLOP/s | % of matmul | plain, GiB | ours, GiB "
+        "| x plain | memory / plain | time / vanilla | FLOPs / vanilla |",
+        "| --- " * 13 + "|",
+        "| vanilla | 362 | 250.0 | 200.0 | 163,840 | 400 | 50.0 | 40.0 | 25.2 | 1.25 | 0.63 | 1.000 | 1.000 |",
+        "| recursive-2 | 362 | - | 190.0 | 172,463 | 421 | 52.6 | - | 24.0 | - | - | 0.950 | 1.000 |",
+        "| mor-2 | 362 | 300.0 | 161.0 | 203,528 | 398 | 49.7 | 36.0 | 18.0 | 1.86 | 0.50 | 0.805 | 0.800 |",
+        "| mor-3 | 362 | failed | 150.0 | 218,453 | 400 | 50.0 | failed | 16.0 | - | - | 0.750 | 0.750 |",
+        "| mor-4 | - | - | failed | - | - | - | - | failed | - | - | - | - |",
+        "",
+    ]
+    assert lines[at + 1 :] == [
+        "",
+        "| model |  | matmul, ms | attention, ms | routing, ms | elementwise, ms | copies, ms | all, ms |",
+        "| --- " * 8 + "|",
+        "| vanilla | plain | 120.0 | 60.0 | 0.0 | 50.0 | 0.0 | 230.0 |",
+        "| vanilla | ours | 120.0 | 40.0 | 0.0 | 0.0 | 1.2 | 161.2 |",
+        "| mor-2 | plain | 95.0 | 0.0 | 70.5 | 0.0 | 0.0 | 165.5 |",
+        "| mor-2 | ours | 95.0 | 0.0 | 5.0 | 0.0 | 0.0 | 100.0 |",
+        "| mor-3 | ours | 0.0 | 30.0 | 0.0 | 0.0 | 0.0 | 30.0 |",
+    ]
+
+
+def test_training_steps_without_vanilla_or_plain(tmp_path):
+    write(tmp_path, [STEP_ROWS[2]], "train-a-card", matmul_flops_per_second=800e12)
+    text = report.section("train", tmp_path)
+    assert text.endswith("| recursive-2 | 362 | - | 190.0 | 172,463 | 421 | 52.6 | - | 24.0 | - | - | - | - |\n")
+    rows = [failed_step("vanilla", "plain", 80e12, False), failed_step("vanilla", "ours, graph", 80e12)]
+    write(tmp_path, rows, "train-a-card", matmul_flops_per_second=800e12)
+    line = "| vanilla | - | failed | failed | - | - | - | failed | failed | - | - | - | - |\n"
+    assert report.section("train", tmp_path).endswith(line)
+
+
+def test_training_steps_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path, STEP_ROWS, "train-a-card", matmul_flops_per_second=800e12)
+    (path, result), *_ = report.results("train", tmp_path).items()
+    report.chart(result, path.with_suffix(".png"))
+    assert path.with_suffix(".png").stat().st_size > 10_000
