@@ -66,15 +66,16 @@ class Layer(nn.Module):
         self.theta = config.rope_theta
 
     def forward(self, x, positions, attend: Attend, adapter: Adapter | None = None):
-        rows = x.flatten(0, -2)
+        # no views for autograd: the compiler guards what they are views of, and FSDP2 warns of hooks on them
+        view = torch.ops.aten._unsafe_view
+        rows = view(x.contiguous(), (x.shape[:-1].numel(), x.shape[-1]))
 
         def project(keys=True):
             y, d = self.before_attention(rows, adapter, keys), self.self_attn.head_dim
-            return y.view(*x.shape[:-1], y.shape[-1] // d, d)
+            return view(y, (*x.shape[:-1], y.shape[-1] // d, d))
 
         attended = attend(project, self.self_attn.heads, positions, self.theta)
-        out = self.after_attention(rows, attended.flatten(-2).flatten(0, -2))
-        return torch.ops.aten._unsafe_view(out, x.shape)  # no view for autograd: FSDP2 warns of hooks on those
+        return view(self.after_attention(rows, view(attended, (len(rows), attended.shape[-2:].numel()))), x.shape)
 
     def before_attention(self, rows, adapter: Adapter | None, keys: bool):
         return self.self_attn.project(self.input_layernorm(rows), adapter, keys)

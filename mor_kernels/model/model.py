@@ -429,7 +429,7 @@ class MoR(nn.Module):
         everyone = torch.where(real.flatten(), torch.arange(len(start), device=x.device), -1)
         x = ops.scatter_back(start, state, everyone, exit_gate).view(shape)
         if bounds is not None:  # tokens beyond them were left out: no number says so, and nothing waits for the device
-            excess = packed.cu_seqlens[:, -1] > torch.tensor(bounds, device=x.device)
+            excess = torch.stack([count > bound for count, bound in zip(packed.cu_seqlens[:, -1], bounds)])
             x = torch.where(excess.any(), torch.nan, x)
 
         losses = {"z": ops.z_loss(logits, valid=real)} if config.z_coeff else {}

@@ -172,18 +172,38 @@ class Graphs:
             parameter.grad = None
 
 
+class _Copies(torch.autograd.Function):
+    """Tensors in another dtype, and their gradients back in their own: two launches for all of them."""
+
+    @staticmethod
+    def forward(ctx, dtype, *tensors):
+        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+        torch._foreach_copy_(copies, tensors)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(copies)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        there = [(d, torch.empty_like(d, dtype=dtype)) for d, dtype in zip(gradients, ctx.dtypes) if d is not None]
+        if there:
+            torch._foreach_copy_([out for _, out in there], [d for d, _ in there])
+        outs = iter(out for _, out in there)
+        return None, *(None if d is None else next(outs) for d in gradients)
+
+
 @contextmanager
 def parameters_in(model: torch.nn.Module, dtype: torch.dtype):
     """Within, the modules of `model` compute on copies of their parameters in `dtype`, whose gradients reach the
     parameters in these' own dtype. All activations are of `dtype` then, the residual stream too, and a weight that is
     used several times is copied once. The backward pass belongs within where it computes activations anew."""
-    copies: dict[torch.nn.Parameter, torch.Tensor] = {}
     places = [(module, name, parameter) for module in model.modules()
               for name, parameter in module._parameters.items() if parameter is not None]
+    parameters = list(dict.fromkeys(parameter for _, _, parameter in places))
+    copies = dict(zip(parameters, _Copies.apply(dtype, *parameters)))
     try:
         for module, name, parameter in places:
-            if parameter not in copies:
-                copies[parameter] = parameter.to(dtype)
             module._parameters[name] = copies[parameter]
         yield
     finally:

@@ -74,8 +74,8 @@ def _rope(
         _copy(v, out_v, b * v_b + n * v_n, token * out_v_n, i, mask, v_h, first, last, HALF)
 
 
-def _launch(tensors, outs, positions, theta, inverse):
-    """Queries, keys and values, the last or the last two perhaps None, into outs whose tokens are evenly apart."""
+def _launch(tensors, outs, apart, positions, theta, inverse):
+    """Queries, keys and values, the last or the last two perhaps None, into outs, whose tokens are so far apart."""
     if not sum(out.numel() for out in outs if out is not None):
         return
     tensors = [None if t is None else batched(t) for t in tensors]
@@ -89,7 +89,6 @@ def _launch(tensors, outs, positions, theta, inverse):
     share = triton.cdiv(sum(heads), min(triton.cdiv(PROGRAMS, tiles), sum(heads)))
     shares = triton.cdiv(sum(heads), share)
     strides = [(0, 0, 0) if t is None else t.stride()[:3] for t in tensors]
-    apart = [0 if out is None else batched(out).stride(1) for out in outs]
     _rope[(tiles * shares,)](
         *tensors, positions, *outs, *step_of(theta, half), -1 if inverse else 1, batch * length, length, share, shares,
         *heads, *positions.stride(), *strides[0], *strides[1], *strides[2], *apart,
@@ -99,18 +98,19 @@ def _launch(tensors, outs, positions, theta, inverse):
 
 def rope(q, k, positions, theta, inverse):
     out_q, out_k = q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
-    _launch((q, k, None), (out_q, None if k is None else out_k, None), positions, theta, inverse)
+    apart = (q.shape[-2:].numel(), 0 if k is None else k.shape[-2:].numel(), 0)
+    _launch((q, k, None), (out_q, None if k is None else out_k, None), apart, positions, theta, inverse)
     return out_q, out_k
 
 
 def rope_split(qkv, heads, positions, theta):
     parts = split(qkv, heads)
     outs = [part.new_empty(part.shape) for part in parts]
-    _launch(parts, outs, positions, theta, False)
+    _launch(parts, outs, [part.shape[-2:].numel() for part in parts], positions, theta, False)
     return tuple(outs)
 
 
 def rope_join(q, k, v, positions, theta):
     joined = q.new_empty(*q.shape[:-2], q.shape[-2] + 2 * k.shape[-2], q.shape[-1])
-    _launch((q, k, v), split(joined, q.shape[-2]), positions, theta, True)
+    _launch((q, k, v), split(joined, q.shape[-2]), (joined.shape[-2:].numel(),) * 3, positions, theta, True)
     return joined
