@@ -143,7 +143,8 @@ class Ours(torch.nn.Module):
         self.model = model
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor, ks: tuple[int, ...]) -> torch.Tensor:
-        return self.model(ids, targets=targets, ks=ks, logits=False).loss
+        name = "bounds" if self.model.config.router == "token_choice" else "ks"
+        return self.model(ids, targets=targets, logits=False, **{name: ks}).loss
 
 
 class Step:

@@ -152,6 +152,7 @@ class MoR(nn.Module):
         *,
         attention_mask: torch.Tensor | None = None,
         ks: tuple[int, ...] | None = None,
+        bounds: tuple[int, ...] | None = None,
         mode: str | None = None,
         logits: bool = True,
     ) -> MoROutput:
@@ -161,9 +162,9 @@ class MoR(nn.Module):
             targets: (B, T) int64, the token that follows each; -100 for none.
             attention_mask: (B, T) bool or integers, 0 at padding, which may be anywhere; a token's position is
                 its rank among the real tokens of its row.
-            ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``. Token-choice: bounds, that
-                the caller is sure of, on how many of the B * T tokens take each recursion; nothing waits for the device
-                then, and the results are NaN where more do.
+            ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``.
+            bounds: numbers that the caller is sure of, token-choice: at most so many of the B * T tokens take each
+                recursion. Nothing waits for the device then, and the results are NaN where more do.
             mode: "topk" (expert-choice as trained, looking at the whole sequence) or "threshold" (causal, as decoding
                 does). Default "topk" in training and "threshold" in evaluation. Token-choice is causal in both.
             logits: False computes the loss from a few thousand tokens' logits at a time and returns none, which
@@ -176,7 +177,7 @@ class MoR(nn.Module):
             ValueError: an argument doesn't fit; the message names it.
         """
         mode = mode or ("topk" if self.training else "threshold")
-        self._check(input_ids, targets, attention_mask, ks, mode)
+        self._check(input_ids, targets, attention_mask, ks, bounds, mode)
         seqlens = order = None
         if attention_mask is not None:  # real tokens to the left, in order, so that lengths describe what is real
             real = attention_mask.bool()
@@ -194,7 +195,7 @@ class MoR(nn.Module):
         if self.config.router == "none":
             x, routing = self._fixed_depth(x, positions, seqlens)
         elif self.config.router == "token_choice":
-            x, routing = self._token_choice(x, positions, seqlens, ks)
+            x, routing = self._token_choice(x, positions, seqlens, bounds)
         elif mode == "topk":
             x, routing = self._expert_choice(x, ks or self.kept(length), seqlens)
         else:
@@ -227,7 +228,7 @@ class MoR(nn.Module):
                 values = torch.where(real[..., None], values.gather(1, back[..., None].expand_as(values)), 0)
         return MoROutput(values, loss, losses, depths, metrics)
 
-    def _check(self, input_ids, targets, attention_mask, ks, mode):
+    def _check(self, input_ids, targets, attention_mask, ks, bounds, mode):
         def fail(name, expected, got):
             raise ValueError(f"{name}: expected {expected}, got {got}")
 
@@ -254,14 +255,19 @@ class MoR(nn.Module):
                     fail(name, f"ids below vocab_size {self.config.vocab_size}", low if low < least else high)
         if mode not in ("topk", "threshold"):
             fail("mode", "'topk' or 'threshold'", repr(mode))
-        if ks is not None and self.config.router != "none":
-            token = self.config.router == "token_choice"
-            limits = (input_ids.numel() if token else input_ids.shape[1], *ks)
-            whole = all(isinstance(k, (int, torch.SymInt)) and k >= 0 for k in ks)
-            falling = whole and ks and all(a >= b for a, b in zip(limits, ks))
-            if len(ks) != self.config.num_recursions or not falling or not (token or ks[0] == limits[0]):
-                first = f"at most {limits[0]}" if token else limits[0]
-                fail("ks", f"{self.config.num_recursions} non-increasing numbers, the first {first}", ks)
+        recursions, length = self.config.num_recursions, input_ids.shape[1]
+
+        def falling(numbers, most):
+            whole = all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in numbers)
+            return len(numbers) == recursions and whole and all(a >= b for a, b in zip((most, *numbers), numbers))
+
+        if ks is not None and self.config.router == "expert_choice" and not (falling(ks, length) and ks[0] == length):
+            fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
+        if bounds is not None:
+            if self.config.router != "token_choice":
+                fail("bounds", "none but for token_choice", bounds)
+            if not falling(bounds, input_ids.numel()):
+                fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
 
     def _key_values(self, kind, before, **layout):
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
@@ -390,9 +396,9 @@ class MoR(nn.Module):
         )
 
     def bounds(self, input_ids: torch.Tensor) -> tuple[int, ...]:
-        """Token-choice: how many of the tokens (B, T) take each recursion, rounded up to sixteenths of B * T, as ``ks``
-        for :meth:`forward`. Few different numbers come out of it, so that a CUDA graph can serve each; it waits for the
-        device, after the first layer."""
+        """Token-choice: how many of the tokens (B, T) take each recursion, rounded up to sixteenths of B * T, for
+        ``forward(bounds=)``. Few different numbers come out of it, so that a CUDA graph can serve each; it waits for
+        the device, after the first layer."""
         batch, length = input_ids.shape
         positions = torch.arange(length, device=input_ids.device).expand(batch, length)
         x = self.first_layer(
@@ -413,6 +419,8 @@ class MoR(nn.Module):
         gates = (config.alpha * probs).flatten(0, 1)
         start = state = x.flatten(0, 1)
         places = real.flatten().cumsum(0) - 1
+        if bounds is not None:  # kernels read where places say
+            places = torch.where(places < bounds[0], places, -1)
         packed = ops.pack_depths(depths, config.num_recursions)
         for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length, bounds)):
             where = indices.clamp(min=0)

@@ -411,20 +411,22 @@ class Trainer:
 
     def _micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds to the gradients; returns the losses and metrics, stacked, and the depths."""
-        ks = self.kept or None
+        sizes = self.kept or None
         settled = self.kept == self.model.kept(self.config.sequence_length)  # capacities have been warmed up
         if not (self.config.cuda_graphs and settled):
-            return self._forward_backward(ks, inputs, targets)
+            return self._forward_backward(sizes, inputs, targets)
         if self.model.config.router == "token_choice":
             with self._precision():
-                ks = self.model.bounds(inputs)
-        return self.graphs(ks, inputs, targets)
+                sizes = self.model.bounds(inputs)
+        return self.graphs(sizes, inputs, targets)
 
     def _forward_backward(
-        self, ks: tuple[int, ...] | None, inputs: torch.Tensor, targets: torch.Tensor
+        self, sizes: tuple[int, ...] | None, inputs: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sizes` of what each recursion takes: the model's `ks`, or its `bounds` for token-choice."""
+        name = "bounds" if self.model.config.router == "token_choice" else "ks"
         with self._precision():
-            output = self.model(inputs, targets=targets, ks=ks, logits=False)
+            output = self.model(inputs, targets=targets, logits=False, **{name: sizes})
             (output.loss / self.config.accumulation).backward()
         terms = {"loss": output.loss, **output.losses, **output.metrics}
         self.names = [*terms, "gradient_norm"]

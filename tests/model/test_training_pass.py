@@ -155,12 +155,15 @@ def test_bounds_of_token_choice():
         assert bounds[0] == 48 and 48 > counts[1] > counts[2] > 0
         assert all(bound % 3 == 0 and count <= bound < count + 3 for bound, count in zip(bounds, counts))
         model.zero_grad()
-        out = model(x, x, logits=False, ks=bounds)
+        out = model(x, x, logits=False, bounds=bounds)
         out.loss.backward()
         got = [out.loss.detach(), out.depths, *(parameter.grad for parameter in model.parameters())]
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-        assert model(x, x, ks=(48, counts[1] - 1, 0)).loss.isnan()
-    for ks in ((48, 48), (49, 1, 1), (48, 3, 4), (48, 1.5, 1), (48, 3, -1)):
-        with pytest.raises(ValueError, match="ks: expected 3 non-increasing numbers, the first at most 48, got"):
-            model(x, ks=ks)
+        for few in ((48, counts[1] - 1, 0), (47, 40, 30), (0, 0, 0)):
+            assert model(x, x, bounds=few).loss.isnan()
+    for few in ((48, 48), (49, 1, 1), (48, 3, 4), (48, 1.5, 1), (48, 3, -1)):
+        with pytest.raises(ValueError, match="bounds: expected 3 non-increasing numbers, the first at most 48, got"):
+            model(x, bounds=few)
+    with pytest.raises(ValueError, match="bounds: expected none but for token_choice"):
+        MoR(MoRConfig(**TINY, **EXPERT))(x, bounds=(48, 40, 30))
