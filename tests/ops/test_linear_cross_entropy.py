@@ -182,6 +182,24 @@ def test_a_nan_stays_in_its_row(device, backend):
 
 
 @s.targets("cross_entropy_")
+def test_writes_all_that_it_allocates(monkeypatch, device, backend):
+    monkeypatch.setattr(module, "CHUNK", 3)
+    empty = torch.Tensor.new_empty
+
+    def poisoned(*args, **options):
+        out = empty(*args, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    x, weight = s.normal((8, 5), 0, torch.float32).to(device), s.normal((11, 5), 1, torch.float32).to(device)
+    for targets in (some_targets((8,), 11, 2).to(device), torch.full((8,), -100, device=device)):
+        got = run(lambda *t: ops.linear_cross_entropy(*t, backend=backend), x, weight, targets)
+        for one, other in zip(got, run(plain, x, weight, targets), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert not any(t.any() for t in got)
+
+
+@s.targets("cross_entropy_")
 def test_keeps_the_gradients_alone(device, backend):
     x, weight = (s.normal(shape, 0, torch.float32).to(device).requires_grad_() for shape in ((5, 4), (7, 4)))
     kept = []
