@@ -168,6 +168,13 @@ def scenarios() -> Iterator[Callable]:
     for width, dtype in ((2560, BF16), (1000, BF16), (1001, BF16), (24, BF16), (1536, FP16), (2560, FP32), (77, FP32)):
         yield partial(ops.swiglu_linear, floats(B, N, 2 * width, dtype=dtype), floats(64, width, dtype=dtype))
 
+    for size, dtype in ((49152, BF16), (50257, BF16), (49152, FP16), (1000, FP32), (17, FP32)):
+        x, weight = floats(B * N, 64, dtype=dtype), floats(size, 64, dtype=dtype)
+        yield partial(ops.linear_cross_entropy, x, weight, whole(B * N))
+    yield partial(ops.linear_cross_entropy, x.detach(), weight.detach(), whole(B * N))
+    x, weight = floats(B * N, 64, dtype=BF16).detach(), floats(49152, 64, dtype=BF16).detach()
+    yield partial(ops.linear_cross_entropy, x, weight, whole(B * N))
+
     table, offsets, lens = (whole(*size, dtype=torch.int32) for size in ((B, 128), (B + 1,), (B,)))
     for width, dtype, heads, groups in (ATTENTION[0], ATTENTION[3], ATTENTION[4]):
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()

@@ -21,8 +21,7 @@ from ..ops._numeric import activate, bounded, wide
 from .config import MoRConfig
 from .convert import dense_to_recursive, join, read_dense, separate
 from .keys_values import BatchedKeyValues, PackedKeyValues
-from .layers import Layer, LoRA, Router, for_any_rows, mixed_adapter
-from .loss import linear_cross_entropy, softmax_
+from .layers import Layer, LoRA, Router, mixed_adapter
 
 
 class MoROutput(NamedTuple):
@@ -49,7 +48,6 @@ class MoR(nn.Module):
         # Compute each layer anew in the backward pass, from its input, in place of keeping what it computed: the
         # routers' choices stay, since no router is in a layer.
         self.activation_checkpointing = False
-        self.softmax_ = softmax_
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_unique_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -132,14 +130,13 @@ class MoR(nn.Module):
         return F.linear(self.norm(x), self.head_weight)
 
     def compile_rows(self, **options) -> None:
-        """Compile all that treats each token alone: the layers but for attention, and the loss of ``logits=False``.
+        """Compile all that treats each token alone: the layers but for attention.
 
         That compiles in seconds, once for any batch, length and routing: nothing is compiled anew where a recursion
         keeps another number of tokens. Operators and routing stay as they are. ``options`` are torch.compile's.
         """
         for layer in self.layers:
             layer.compile_rows(**options)
-        self.softmax_ = for_any_rows(softmax_, **options)
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
         """See :meth:`MoRConfig.kept`."""
@@ -211,8 +208,7 @@ class MoR(nn.Module):
                 rows = values.flatten(0, 1).to(wide(values.dtype))
                 total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
             else:
-                rows = self.norm(x).flatten(0, 1)
-                total = linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.softmax_)
+                total = ops.linear_cross_entropy(self.norm(x), self.head_weight, targets)
             losses = {"lm": total / count, **losses}
             coefficients = {
                 "lm": 1.0,

@@ -13,6 +13,7 @@ from .attention import attention, attention_varlen
 from .depth_step import depth_step_
 from .gather import gather
 from .kv import kv_append, kv_append_, kv_lookup
+from .linear_cross_entropy import linear_cross_entropy
 from .losses import (
     aux_loss,
     balance_loss,
@@ -51,6 +52,7 @@ __all__ = [
     "kv_append",
     "kv_append_",
     "kv_lookup",
+    "linear_cross_entropy",
     "max_vio",
     "pack_depths",
     "paged_attention",

@@ -159,7 +159,7 @@ KERNELS = {
     ],
     "elementwise": [
         "triton_poi_fused__to_copy_copy_add_gather_scatter_add_sort_0", "triton_red_fused__scaled_dot_product_flash_mm",
-        "triton_per_fused_topk_mul_sum_native_layer_norm_7", "_rope", "_swiglu", "_swiglu_backward",
+        "triton_per_fused_topk_mul_sum_native_layer_norm_7", "_rope", "_swiglu", "_swiglu_backward", "_cross_entropy",
         "void mor::(anonymous namespace)::rope_kernel<__nv_bfloat16>(mor::Params)",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 3ul>(int)",
     ],

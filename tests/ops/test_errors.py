@@ -14,6 +14,7 @@ from tests.strategies import DEVICES
 
 X, W = torch.ones(2, 5, 4), torch.ones(4)
 I2 = torch.tensor([[0, 1, 4], [2, -1, -1]])
+I5 = torch.ones(2, 5, dtype=torch.int64)
 Q, K = torch.ones(2, 3, 6, 4), torch.ones(2, 5, 2, 4)
 CACHE = torch.ones(3, 4, 2, 4)
 NEW = torch.ones(2, 2, 4)
@@ -33,6 +34,11 @@ def step(**changed):
     """A call of a decoding step's end that is right but for what changed."""
     arguments = {name: t.clone() for name, t in FLIGHT.items()}
     return ops.depth_step_(**(arguments | changed))
+
+
+def cross_entropy(**changed):
+    """A call of a linear layer's cross-entropy that is right but for what changed."""
+    return ops.linear_cross_entropy(**({"x": X, "weight": X[0], "targets": I5} | changed))
 
 
 BAD = [
@@ -205,6 +211,15 @@ BAD = [
     (lambda: ops.swiglu_linear(X, X[0]), r"swiglu_linear: weight: expected shape \(D, 2\), got \(5, 4\)"),
     (lambda: ops.swiglu_linear(X, X[0, :, :2].half()), "swiglu_linear: weight: expected the dtype of gate_up, .*, got"),
     (lambda: ops.swiglu_linear(X, X[0, :, :2].to("meta")), "swiglu_linear: weight: expected device cpu, got meta"),
+    (lambda: cross_entropy(x=[1.0]), "linear_cross_entropy: x: expected a tensor, got list"),
+    (lambda: cross_entropy(x=X.long()), "linear_cross_entropy: x: expected dtype .*, got torch.int64"),
+    (lambda: cross_entropy(weight=W), r"linear_cross_entropy: weight: expected shape \(V, 4\), got \(4\)"),
+    (lambda: cross_entropy(weight=X[0].half()), "linear_cross_entropy: weight: expected the dtype of x, .*, got"),
+    (lambda: cross_entropy(weight=X[0].to("meta")), "linear_cross_entropy: weight: expected device cpu, got meta"),
+    (lambda: cross_entropy(targets=I2), r"linear_cross_entropy: targets: expected shape \(2, 5\), got \(2, 3\)"),
+    (lambda: cross_entropy(targets=X[..., 0].int()), "linear_cross_entropy: targets: expected dtype int64, got"),
+    (lambda: cross_entropy(targets=I5 + 4), "linear_cross_entropy: targets: expected -100, or .* 4, got 5"),
+    (lambda: cross_entropy(targets=-I5), "linear_cross_entropy: targets: expected -100, or .* 4, got -1"),
     (lambda: ops.aux_loss(X[..., 0], I2[:1]), r"aux_loss: kept: expected shape \(2, k\), got \(1, 3\)"),
     (lambda: ops.z_loss(W), r"z_loss: logits: expected shape \(B, C\) or \(B, N, Nr\)"),
     (lambda: ops.balance_loss(X, I2), r"balance_loss: depths: expected shape \(2, 5\), got \(2, 3\)"),

@@ -1,0 +1,95 @@
+"""Cross-entropy of a linear layer's outputs, without all of its outputs at once.
+
+Liger Kernel's does the same, but asks the device twice a call (how many targets there are, and whether the gradient is
+1), and both times the host waits until all that was launched is done.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import apply, deferred, define, resolve
+from .._numeric import wide
+from . import eager
+
+CHUNK = 4096  # rows: 0.4 GB of logits in bf16 for 49,152 tokens; with fewer, the products leave a GPU partly idle
+SUMS_IN_FP32 = torch.__version__ >= "2.8"  # of products of halves, see _add_product
+
+_cross_entropy = define(
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient, str backend) -> Tensor",
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=wide(logits.dtype)),
+    eager=eager.cross_entropy_,
+    triton=deferred(f"{__name__}.triton", "cross_entropy_"),
+)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, whose sums are not rounded to a's dtype in between, where PyTorch (from 2.8 on) can do that."""
+    if SUMS_IN_FP32 and a.is_cuda and total.dtype == torch.float32 != a.dtype:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Of rows (n, D). The gradients are computed in the forward pass, while a chunk's logits are there."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, needs_x, needs_weight, backend):
+        losses = x.new_empty(len(x), dtype=wide(x.dtype))
+        d_x = x.new_empty(x.shape) if needs_x else None
+        d_weight = weight.new_zeros(weight.shape, dtype=wide(weight.dtype)) if needs_weight else None
+        for start in range(0, len(x), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            logits = x[chunk] @ weight.T  # until their losses are known; then their gradient
+            losses[chunk] = _cross_entropy(logits, targets[chunk], needs_x or needs_weight, backend)
+            if needs_x:
+                torch.mm(logits, weight, out=d_x[chunk])
+            if needs_weight:
+                _add_product(d_weight, logits.T, x[chunk])
+        ctx.save_for_backward(d_x, d_weight)
+        ctx.dtype = weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total):
+        d_x, d_weight = ctx.saved_tensors
+        if d_x is not None:  # in d_total's fp32: rounded, one over the number of targets would be off alike for all
+            d_x = (d_x.to(d_total.dtype) * d_total).to(d_x.dtype)
+        return d_x, None if d_weight is None else (d_weight * d_total).to(ctx.dtype), None, None, None, None
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """Sum of the cross-entropies of ``x @ weight.T``, a few thousand tokens' logits at a time.
+
+    Where a gradient is needed it is computed on the way: the logits of those tokens become their gradient in place, of
+    which the gradients of x and weight are made at once, and these two are all that is kept for the backward pass.
+
+    Args:
+        x: (..., D); bf16, fp16, fp32 or fp64; any strides.
+        weight: (V, D), of the same dtype; under autocast both are cast.
+        targets: (...) int64, -100 for tokens without one, which count for nothing.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64 x), to be divided by the number of targets for their mean. Logits are rounded to
+        the dtype of x; losses and the logits' gradient are computed in fp32 (fp64 for fp64), the latter rounded once.
+        The products are PyTorch's. Gradients reach x and weight.
+    """
+    op = "linear_cross_entropy"
+    _checks.tensor(op, "x", x, ("...", "D"))
+    _checks.tensor(op, "weight", weight, ("V", x.shape[-1]), like=x)
+    _checks.tensor(op, "targets", targets, tuple(x.shape[:-1]), (torch.int64,), x)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    if weight.dtype != x.dtype:
+        _checks.fail(op, "weight", f"the dtype of x, {x.dtype}", weight.dtype)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    # asked here, since in a Function's forward inputs need gradients in evaluation as well
+    needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
+    return apply(_LinearCrossEntropy, rows, weight, targets.flatten(), *needs, resolve("cross_entropy_", backend, x))
