@@ -52,7 +52,7 @@ CHECKED = 2  # sequences whose gradients are compared: in fp32 more would need m
 # There it is 2 to 5 % after 30 layers, where some tokens change sides too.
 TIMES_PLAIN, BESIDES = 2, 0.02
 # What a kernel is for, by its name; the first that fits. The rest, rotary embedding and SwiGLU with it, is counted as
-# elementwise. Scatter-back's `_forward` and `_backward`, where Triton's are taken, have the names of attention's.
+# elementwise.
 KERNELS = {
     "elementwise": r"^triton_",  # Inductor's: their names list operations
     "attention": r"flash|fmha|sdpa|attention"

@@ -46,7 +46,7 @@ def _gate(gates, slots, there):
 
 
 @triton.jit(do_not_specialize=["length", "k"])
-def _forward(
+def _scatter(
     x, update, indices, inverse, gates, out, length, k, x_b, x_n, x_d, f_b, f_k, f_d,
     D: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def _backward_of_positions(
 
 
 @triton.jit(do_not_specialize=["batch", "length", "k"])
-def _backward(
+def _scatter_backward(
     d_out, x, update, indices, inverse, gates, d_x, d_update, d_gates, batch, length, k,
     y_b, y_n, y_d, x_b, x_n, x_d, f_b, f_k, f_d,
     D: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -192,7 +192,7 @@ def scatter_back(x, update, indices, gates, residual):
         batch, length, width = x.shape
         size = tile(width, ELEMENTS, 4)
         indices, gates = contiguous(indices, gates)
-        _forward[(batch * triton.cdiv(length, size.rows), triton.cdiv(width, size.width))](
+        _scatter[(batch * triton.cdiv(length, size.rows), triton.cdiv(width, size.width))](
             x, update, indices, inverse_of(indices, length), gates, out, length, indices.shape[1],
             *x.stride(), *update.stride(),
             D=width, RESIDUAL=residual, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
@@ -227,7 +227,7 @@ def scatter_back_backward(d_out, x, update, indices, gates, dtype, residual):
                 **constants,
             )  # fmt: skip
     elif by_slot + d_x.numel():
-        _backward[(batch * triton.cdiv(length, size.rows) + by_slot,)](
+        _scatter_backward[(batch * triton.cdiv(length, size.rows) + by_slot,)](
             d_out, x, update, indices, inverse_of(indices, length), gates, d_x, d_update, d_gates, batch, length, k,
             *d_out.stride(), *_strides(x), *_strides(update), RESIDUAL=residual, **constants,
         )  # fmt: skip
