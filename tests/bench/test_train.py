@@ -170,7 +170,8 @@ KERNELS = {
     ],
     "routing": [
         "_route", "_route_backward", "_backward_of_slots", "_aux", "_aux_backward", "_sum_partials", "_gather",
-        "_scatter", "_scatter_backward", "_logit_gradients", "_pack", "_choose_backward", "_balance_parts", "_z", "_invert", "_gather_backward",
+        "_scatter", "_scatter_backward", "_logit_gradients", "_pack", "_choose_backward",
+        "_balance_parts", "_z", "_invert", "_gather_backward",
         "void mor::(anonymous namespace)::scatter_back_kernel<__nv_bfloat16, __nv_bfloat16, 8, 1>(int)",
         "void mor::(anonymous namespace)::route_backward_kernel<__nv_bfloat16, 8, 4>(int)",
         "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(int)",
