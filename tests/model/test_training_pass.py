@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -121,3 +123,24 @@ def test_bounds_of_token_choice():
             model(x, bounds=few)
     with pytest.raises(ValueError, match="bounds: expected none but for token_choice"):
         MoR(MoRConfig(**TINY, **EXPERT))(x, bounds=(48, 40, 30))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_compiled_rows_keep_no_norms():
+    """By Inductor, as users compile: of a layer its input, what follows attention, and gate and up are kept."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    fields = {**TINY, "hidden_size": 56, "intermediate_size": 48, "num_hidden_layers": 1, "sharing": "cycle"}
+    model = MoR(MoRConfig(**fields))
+    x = torch.randint(17, (2, 10), generator=torch.Generator().manual_seed(0))
+    want = step(model, x, torch.float32)
+    model.compile_rows()
+    for one, other in zip(step(model, x, torch.float32), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # fp32 sums in another order
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rows = torch.randn(20, 56, requires_grad=True)
+        layer = model.layers[0]
+        layer.after_attention(rows, layer.before_attention(rows, None, True)[:, :24])
+    kept = [t for t in saved if t.shape[-1] in (48, 56, 96) and t.numel() // t.shape[-1] == 20]
+    assert sorted(t.shape[-1] for t in kept) == [56, 56, 96]
