@@ -103,7 +103,7 @@ def verify(case: Case, implementation: Implementation, seed: int = 0) -> float:
     return case.check(case.make(seed), outputs, implementation.ours)
 
 
-def _elapsed(run: Callable[[], Any], times: int, before: Callable[[], Any] = lambda: None) -> list[float]:
+def elapsed(run: Callable[[], Any], times: int, before: Callable[[], Any] = lambda: None) -> list[float]:
     """Milliseconds of each of ``times`` runs on the current stream."""
     events = []
     for _ in range(times):
@@ -121,15 +121,15 @@ def copy_bandwidth() -> float:
     """Bytes per second, read and written, of a device-to-device copy of 1 GiB."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
-    _elapsed(lambda: target.copy_(source), 5)
-    return 2 * 2**30 / (statistics.median(_elapsed(lambda: target.copy_(source), 30)) / 1e3)
+    elapsed(lambda: target.copy_(source), 5)
+    return 2 * 2**30 / (statistics.median(elapsed(lambda: target.copy_(source), 30)) / 1e3)
 
 
 def matmul_flops_per_second() -> float:
     """Of a bf16 product of 8192 x 8192 matrices: what products can reach on this card."""
     a, b, product = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    _elapsed(lambda: torch.mm(a, b, out=product), 5)
-    return 2 * 8192**3 / (statistics.median(_elapsed(lambda: torch.mm(a, b, out=product), 30)) / 1e3)
+    elapsed(lambda: torch.mm(a, b, out=product), 5)
+    return 2 * 8192**3 / (statistics.median(elapsed(lambda: torch.mm(a, b, out=product), 30)) / 1e3)
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ def sample_on_gpu(case: Case, implementation: Implementation, replays: int) -> S
         torch.cuda.synchronize()
         turn = iter(calls * replays)
         flush = torch.empty(4 * l2_bytes, dtype=torch.uint8, device="cuda")
-        return Samples(_elapsed(lambda: next(turn)(), replays, before=lambda: flush.fill_(1)), "events")
+        return Samples(elapsed(lambda: next(turn)(), replays, before=lambda: flush.fill_(1)), "events")
     graph.replay()
     # the last set was not warmed up on, so that an op in place has worked on it exactly once
     error = case.check(case.make(len(sets) - 1), outputs[-1], implementation.ours)
-    warm = _elapsed(graph.replay, 3)
+    warm = elapsed(graph.replay, 3)
     replays = min(replays, max(QUICK_REPLAYS, int(200 / warm[-1])))  # about 0.2 s, where calls are long
-    return Samples([ms / len(calls) for ms in _elapsed(graph.replay, replays)], "graph", error)
+    return Samples([ms / len(calls) for ms in elapsed(graph.replay, replays)], "graph", error)
 
 
 def _reason(error: BaseException) -> str:
@@ -285,6 +285,12 @@ def environment(commit: str | None = None) -> dict:
         "dirty": None if changes is None else bool(changes),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def result_path(folder: Path, result: dict, partial: object) -> Path:
+    """Where a result goes; a partial one doesn't replace a full one of the same card."""
+    card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
+    return folder / f"{result['benchmark']}-{card}{'-partial' if partial else ''}.json"
 
 
 def write(result: dict, path: Path) -> None:
@@ -410,12 +416,13 @@ def on_gpu(
             "rows": [],
         }
         torch.cuda.empty_cache()
-        card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
-        suffix = "-partial" if partial or options.quick or options.only else ""  # doesn't replace a full result
-        path = options.out / f"{benchmark}-{card}{suffix}.json"
+        path = result_path(options.out, result, partial or options.quick or options.only)
         print(title(result), flush=True)
         replays = QUICK_REPLAYS if options.quick else REPLAYS
-        by_graph = lambda case, implementation: sample_on_gpu(case, implementation, replays)  # noqa: E731
+
+        def by_graph(case: Case, implementation: Implementation) -> Samples:
+            return sample_on_gpu(case, implementation, replays)
+
         failed = run(cases, result, path, sample or by_graph)
     chart(result, path.with_suffix(".png"))
     print(f"copy bandwidth {bandwidth(result)}; {time.perf_counter() - began:.0f} s; written to {path}")

@@ -41,7 +41,7 @@ def _groups(result: dict) -> Iterator[tuple[str, str, list[dict], dict | None]]:
         yield op, case, group, min(ours, key=lambda row: row["ms"] or math.inf, default=None)
 
 
-def _markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
+def markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *lines)]
 
 
@@ -55,7 +55,7 @@ def table(result: dict) -> list[str]:
         times = f"{own['ms'] / own['floor_ms']:.2f}" if own and not own["failed"] else "-"
         floor = f"{group[0]['floor_ms']:.3g}"
         lines.append((op, case, _own(own), floor, times, _ms(eager), _ms(compiled), _faster(own, rival)))
-    return _markdown(HEADER, lines)
+    return markdown(HEADER, lines)
 
 
 def flops_table(result: dict) -> list[str]:
@@ -79,7 +79,7 @@ def flops_table(result: dict) -> list[str]:
         against = [_faster(own, rival) for rival in (best["FlexAttention"], best_rival(group, op, case))]
         lines.append((op, case, _tflops(triton), _tflops(hopper), share, _tflops(default), *shown, *against))
     header = ("operator", "case", "triton, TFLOP/s", "hopper", "% of matmul", "default", *FAMILIES, "x Flex", "x best")
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def bytes_table(result: dict) -> list[str]:
@@ -99,7 +99,7 @@ def bytes_table(result: dict) -> list[str]:
         lines.append((op, case, _own(own), f"{group[0]['floor_ms']:.3g}", rate, share, *shown, rival))
     header = ("operator", "case", "ours, ms", "floor, ms", "GB/s", "% of copy", "eager, ms", "compiled, ms",
               "FlashInfer, ms", "x best")  # fmt: skip
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def train_table(result: dict) -> list[str]:
@@ -126,7 +126,7 @@ def train_table(result: dict) -> list[str]:
             kinds += [(case, row) for row in (plain, own) if row and not row["failed"]]
     header = ("model", "parameters, M", "plain, ms", "ours, ms", "tokens/s", "TFLOP/s", "% of matmul", "plain, GiB",
               "ours, GiB", "x plain", "memory / plain", "time / vanilla", "FLOPs / vanilla")  # fmt: skip
-    return _markdown(header, lines) + (["", "Where the time goes:", "", *_kinds_table(kinds)] if kinds else [])
+    return markdown(header, lines) + (["", "Where the time goes:", "", *_kinds_table(kinds)] if kinds else [])
 
 
 def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
@@ -139,7 +139,7 @@ def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
     for case, row in rows:
         spent = [row["by_kind"].get(kind, 0) for kind in kinds]
         lines.append((case, "ours" if row["ours"] else row["impl"], *(f"{ms:.1f}" for ms in (*spent, sum(spent)))))
-    return _markdown(("model", "", *(f"{kind}, ms" for kind in kinds), "all, ms"), lines)
+    return markdown(("model", "", *(f"{kind}, ms" for kind in kinds), "all, ms"), lines)
 
 
 def _if_done(row: dict | None, key: str, unit: float) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.harness import RESULTS, ROOT, environment, require, write
+from bench.harness import RESULTS, ROOT, environment, require, result_path, write
 
 CASES = {
     "vanilla": [],
@@ -103,8 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {"benchmark": "scaling", "environment": environment(options.commit), "preset": options.preset,
               "sequences_per_gpu": options.batch, "sequence_length": options.length, "train": options.train,
               "model": options.model, "complete": False, "rows": []}  # fmt: skip
-    card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
-    path = options.out / f"scaling-{card}{'-partial' if options.only else ''}.json"
+    path = result_path(options.out, result, options.only)
     with tempfile.TemporaryDirectory() as scratch:
         for case in (name for name in CASES if options.only in name):
             for gpus in sorted(options.gpus):

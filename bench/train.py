@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.harness import Case, Implementation, Samples, _elapsed, close, command_line, on_gpu, require
+from bench.harness import Case, Implementation, Samples, close, command_line, elapsed, on_gpu, require
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.convert import separate
 from mor_kernels.train.loop import Graphs, parameters_in
@@ -258,7 +258,7 @@ def sample(case: Case, implementation: Implementation, steps: int, *, shape: tup
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()
-    ms = _elapsed(step, steps)
+    ms = elapsed(step, steps)
     facts = known.setdefault((case.name, implementation.name), {})
     if not facts:
         facts |= {

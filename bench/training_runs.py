@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.report import markdown
 from mor_kernels.model import MoRConfig
 from mor_kernels.model.config import SIZES
 
@@ -91,7 +92,7 @@ def plans_section(folder: Path = PLANS) -> str:
         lines.append((f"[{path.stem}](runs/{path.name})", _millions(parameters(config)), f"{total / tokens / 1e6:.1f}",
                       f"{train['steps']:,}", _millions(tokens), f"{total / 1e15:.2f}"))  # fmt: skip
     header = ("run", "parameters, M", "MFLOP a token", "steps", "tokens, M", "PFLOP")
-    return "\n".join(_markdown(header, lines)) + "\n"
+    return "\n".join(markdown(header, lines)) + "\n"
 
 
 # Results
@@ -170,7 +171,7 @@ def results_table(runs: list[dict]) -> list[str]:
     header = ("run", "model", "parameters, M", "tokens, M", "PFLOP", "loss, threshold", "loss, top-k",
               *(f"{text}, bits a byte" for text in texts), "1000 tokens/s", "sampling accuracy, %", "dead tokens, %",
               "MaxVio", "entropy", *(TASKS[task][0] if task in TASKS else task for task in tasks))  # fmt: skip
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def comparison(runs: list[dict]) -> list[str]:
@@ -252,10 +253,6 @@ def chart(runs: list[dict], image: Path) -> None:
         axes.set_ylabel("validation loss (nats), threshold routing")
         axes.legend(fontsize="small")
     figure.savefig(image, format="png", dpi=120)
-
-
-def _markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *lines)]
 
 
 def _millions(count: int) -> str:

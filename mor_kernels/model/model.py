@@ -184,11 +184,9 @@ class MoR(nn.Module):
             if targets is not None:
                 targets = torch.where(real, targets, -100).gather(1, order)
 
-        batch, length = input_ids.shape
-        positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+        length = input_ids.shape[1]
         ends = BatchedKeyValues(seqlens=seqlens)
-        x = self.embed_tokens(input_ids)
-        x = self.first_layer(x, positions, functools.partial(ends.attend, 0))
+        x, positions = self._enter(input_ids, ends)
         if self.config.router == "none":
             x, routing = self._fixed_depth(x, positions, seqlens)
         elif self.config.router == "token_choice":
@@ -223,6 +221,12 @@ class MoR(nn.Module):
             if logits:
                 values = torch.where(real[..., None], values.gather(1, back[..., None].expand_as(values)), 0)
         return MoROutput(values, loss, losses, depths, metrics)
+
+    def _enter(self, input_ids, ends):
+        """States entering the first recursion, and positions."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        x = self.embed_tokens(input_ids)
+        return self.first_layer(x, positions, functools.partial(ends.attend, 0)), positions
 
     def _check(self, input_ids, targets, attention_mask, ks, bounds, mode):
         def fail(name, expected, got):
@@ -395,15 +399,12 @@ class MoR(nn.Module):
         """Token-choice: how many of the tokens (B, T) take each recursion, rounded up to sixteenths of B * T, for
         ``forward(bounds=)``. Few different numbers come out of it, so that a CUDA graph can serve each; it waits for
         the device, after the first layer."""
-        batch, length = input_ids.shape
-        positions = torch.arange(length, device=input_ids.device).expand(batch, length)
-        x = self.first_layer(
-            self.embed_tokens(input_ids), positions, functools.partial(BatchedKeyValues().attend, 0)
-        )
+        # not without gradients, where the compiler may round otherwise and a token then choose another depth
+        x, _ = self._enter(input_ids, BatchedKeyValues())
         recursions = torch.arange(self.config.num_recursions, device=x.device)
         counts = (self.choose_depths(x)[1][..., None] > recursions).sum((0, 1)).tolist()
-        step = max(math.ceil(batch * length / 16), 1)
-        return tuple(min(math.ceil(count / step) * step, batch * length) for count in counts)
+        step = max(math.ceil(input_ids.numel() / 16), 1)
+        return tuple(min(math.ceil(count / step) * step, input_ids.numel()) for count in counts)
 
     def _token_choice(self, x, positions, seqlens, bounds):
         """Each token takes the recursions up to the depth that the router gave it at the outset (paper, equation 2)."""

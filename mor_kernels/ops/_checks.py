@@ -38,6 +38,18 @@ def tensor(
         fail(op, argument, f"device {like.device}", value.device)
 
 
+def one_dtype(op: str, **tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors, by the names of their arguments, as autocast wants them, or else all of the first one's dtype."""
+    (name, first), *_ = tensors.items()
+    if not first.is_meta and torch.is_autocast_enabled(first.device.type) and first.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(first.device.type)
+        return [None if t is None else t.to(dtype) for t in tensors.values()]
+    for argument, t in tensors.items():
+        if t is not None and t.dtype != first.dtype:
+            fail(op, argument, f"the dtype of {name}, {first.dtype}", t.dtype)
+    return list(tensors.values())
+
+
 def whole(op: str, argument: str, value: object, least: int = 0) -> None:
     """``value`` is a whole number (symbolic ones count) of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:

@@ -137,20 +137,12 @@ def _prepare(op, lead, q, k, v, k_fresh, v_fresh, q_positions, softmax_scale):
         _checks.fail(op, "k", f"a number of heads that divides the {heads} query heads", groups)
     if (k_fresh is None) != (v_fresh is None):
         _checks.fail(op, "v_fresh" if v_fresh is None else "k_fresh", "both of k_fresh and v_fresh, or neither", "None")
-    named = {"k": k, "v": v}
     if k_fresh is not None:
         if q_positions is None:
             _checks.fail(op, "q_positions", "positions, where k_fresh and v_fresh go", "None")
         for name, t in (("k_fresh", k_fresh), ("v_fresh", v_fresh)):
             _checks.tensor(op, name, t, (*q.shape[:-2], groups, width), like=q)
-            named[name] = t
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, named = q.to(dtype), {name: t.to(dtype) for name, t in named.items()}
-    for name, t in named.items():
-        if t.dtype != q.dtype:
-            _checks.fail(op, name, f"the dtype of q, {q.dtype}", t.dtype)
-    tensors = q, *(named.get(name) for name in ("k", "v", "k_fresh", "v_fresh"))
+    tensors = _checks.one_dtype(op, q=q, k=k, v=v, k_fresh=k_fresh, v_fresh=v_fresh)
     return tensors, width**-0.5 if softmax_scale is None else float(softmax_scale)
 
 

@@ -84,11 +84,7 @@ def linear_cross_entropy(
     _checks.tensor(op, "x", x, ("...", "D"))
     _checks.tensor(op, "weight", weight, ("V", x.shape[-1]), like=x)
     _checks.tensor(op, "targets", targets, tuple(x.shape[:-1]), (torch.int64,), x)
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    if weight.dtype != x.dtype:
-        _checks.fail(op, "weight", f"the dtype of x, {x.dtype}", weight.dtype)
+    x, weight = _checks.one_dtype(op, x=x, weight=weight)
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     # asked here, since in a Function's forward inputs need gradients in evaluation as well
     needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]

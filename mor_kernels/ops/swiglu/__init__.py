@@ -66,11 +66,7 @@ def swiglu_linear(gate_up: torch.Tensor, weight: torch.Tensor, *, backend: str |
     if gate_up.shape[-1] % 2:
         _checks.fail(op, "gate_up", "an even last dimension", gate_up.shape[-1])
     _checks.tensor(op, "weight", weight, ("D", gate_up.shape[-1] // 2), like=gate_up)
-    if not gate_up.is_meta and torch.is_autocast_enabled(gate_up.device.type) and gate_up.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(gate_up.device.type)
-        gate_up, weight = gate_up.to(dtype), weight.to(dtype)
-    if weight.dtype != gate_up.dtype:
-        _checks.fail(op, "weight", f"the dtype of gate_up, {gate_up.dtype}", weight.dtype)
+    gate_up, weight = _checks.one_dtype(op, gate_up=gate_up, weight=weight)
     rows = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up[None]
     y = apply(_SwigluLinear, rows, weight, resolve("swiglu", backend, gate_up))
     return y.view(*gate_up.shape[:-1], weight.shape[0])
