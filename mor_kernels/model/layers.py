@@ -71,14 +71,18 @@ class Layer(nn.Module):
         rows = view(x.contiguous(), (x.shape[:-1].numel(), x.shape[-1]))
 
         def project(keys=True):
-            y, d = self.before_attention(rows, adapter, keys), self.self_attn.head_dim
+            nonlocal rows
+            (y, rows), d = self.before_attention(rows, adapter, keys), self.self_attn.head_dim
             return view(y, (*x.shape[:-1], y.shape[-1] // d, d))
 
         attended = attend(project, self.self_attn.heads, positions, self.theta)
         return view(self.after_attention(rows, view(attended, (len(rows), attended.shape[-2:].numel()))), x.shape)
 
     def before_attention(self, rows, adapter: Adapter | None, keys: bool):
-        return self.self_attn.project(self.input_layernorm(rows), adapter, keys)
+        """Also returns the rows, so that the gradient that comes to them from after attention is added in here. Under
+        another name: the compiler returns inputs themselves, past the gradients that it computes."""
+        y = self.self_attn.project(self.input_layernorm(rows), adapter, keys)
+        return y, torch.ops.aten._unsafe_view(rows, rows.shape)
 
     def after_attention(self, rows, attended):
         # As (1, n, D): of a sum of matrices alone the compiler would make an addmm, which copies the other one first.

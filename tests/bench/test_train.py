@@ -145,7 +145,8 @@ def test_facts_of_a_turn_end_in_the_rows(monkeypatch):
 
 KERNELS = {
     "attention": [
-        "_backward", "_forward_narrow", "_forward_wide", "_prepare", "_backward_kv", "_backward_q", "_forward",
+        "_backward", "_forward_narrow", "_forward_wide", "_prepare", "_finish", "_backward_kv", "_backward_q",
+        "_forward",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd_kernel_traits<64, "
         "128, 128, 8, 4, 4, 4, false, false, cutlass::bfloat16_t>, false, true>(pytorch_flash::Flash_bwd_params)",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",

@@ -219,9 +219,9 @@ def test_compiles_whole_in_chunks(monkeypatch, device, backend):
         targets = some_targets((2, 4), 11, seed).to(device)
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
             for one, other in zip(*(run(f, x, weight, targets) for f in (compiled, function)), strict=True):
-                assert torch.equal(one, other)
+                torch.testing.assert_close(one, other)  # a compiled product may sum in another order
     with torch.no_grad():
-        assert torch.equal(compiled(x, weight, targets), function(x, weight, targets))
+        torch.testing.assert_close(compiled(x, weight, targets), function(x, weight, targets))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with 10 GB")

@@ -59,6 +59,7 @@ from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _stat
 
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BOTH = gl.constexpr(128)  # rows of both consumers
+FINISHED = 2048  # elements of a program: 16 a thread
 MULTIPROCESSORS = 132  # of an H100; where there are fewer, the last programs find nothing to do
 SLACK = gl.constexpr(8.0)  # in powers of 2: fp16, too, holds probabilities up to 2**8
 BEYOND = gl.constexpr(2.0**32)  # sums in fp32 and probabilities in bf16 could be far larger
@@ -494,6 +495,13 @@ def _prepare(
     tl.store(sums + at, tl.zeros((BLOCK, D), tl.float32), mask=inside[:, None])
 
 
+@triton.jit
+def _finish(sums, d_q, scale, n, BLOCK: tl.constexpr):
+    """d_q = scale * sums, rounded; Triton is to know that n is a multiple of 16, so that it loads 16 bytes at once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(d_q + at, (tl.load(sums + at, mask=at < n) * scale).to(d_q.dtype.element_ty), mask=at < n)
+
+
 @gluon.jit
 def _bring(
     tiles_1, tiles_2, row, column, tile_1, tile_2, ready, came, cleaned, first, count,
@@ -893,7 +901,9 @@ class _Call(Sizes):
             delta, d_k, d_v, self.scale, programs=MULTIPROCESSORS, BLOCK_M=block_m, STAGES=4, KEY_STAGES=key_stages,
             SUM_STAGES=2, CHUNK=CHUNK, maxnreg=128, **registers,
         )  # fmt: skip
-        return torch.mul(sums, self.scale, out=d_q), d_k, d_v
+        n = sums.numel()
+        _finish[(triton.cdiv(n, FINISHED),)](sums, d_q, self.scale, n, BLOCK=FINISHED, num_warps=4)
+        return d_q, d_k, d_v
 
 
 def attention(q, k, v, k_fresh, v_fresh, *rest):

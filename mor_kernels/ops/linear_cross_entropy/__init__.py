@@ -49,6 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=d_x[chunk])
             if needs_weight:
                 _add_product(d_weight, logits.T, x[chunk])
+            del logits  # before the next chunk's are there
         ctx.save_for_backward(d_x, d_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
