@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--model", nargs="*", default=[], metavar="FIELD=VALUE", help="of MoRConfig, for all cases")
-    parser.add_argument("--train", nargs="*", default=["compile=true"], metavar="FIELD=VALUE", help="of TrainConfig")
+    parser.add_argument("--train", nargs="*", default=[], metavar="FIELD=VALUE", help="of TrainConfig")
     parser.add_argument("--only", metavar="SUBSTRING", default="", help="cases whose name contains this")
     parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument("--commit", help="the commit measured, where the copy has no git history")

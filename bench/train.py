@@ -12,6 +12,7 @@ and pairs that the mask keeps. Memory is the most that was allocated during a st
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import sys
 import time
@@ -255,6 +256,7 @@ def sample(case: Case, implementation: Implementation, steps: int, *, shape: tup
     """Milliseconds of steps on the full batch; in an implementation's first turn, memory and kernels as well."""
     began = time.perf_counter()
     inputs = make(case.make(0).config, *shape, "cuda", 1)
+    gc.collect()  # earlier steps refer to themselves
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     step = Step(inputs, implementation.name)

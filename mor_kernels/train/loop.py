@@ -29,11 +29,11 @@ from .schedule import cosine, trapezoid
 
 # By the annotation of a setting: how messages call it, and the types that it may have.
 _KINDS = {"str": ("a string", str), "int": ("an integer", int), "float": ("a number", (int, float)),
-          "bool": ("true or false", bool)}
+          "bool": ("true or false", bool), "bool | None": ("true, false or null", (bool, type(None)))}
 
 
 def _is_a(kind: str, value: object) -> bool:
-    return isinstance(value, _KINDS[kind][1]) and (kind == "bool" or not isinstance(value, bool))
+    return isinstance(value, _KINDS[kind][1]) and ("bool" in kind or not isinstance(value, bool))
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class TrainConfig:
     validation: float = 0.01
     device: str = "auto"  # CUDA where there is one, else the CPU
     precision: str = "auto"  # "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
-    compile: bool = False  # torch.compile what treats each token alone
-    cuda_graphs: bool = False  # launch a micro-step's forward and backward pass as one CUDA graph
+    compile: bool | None = None  # torch.compile what treats each token alone; null: on CUDA
+    # launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
+    cuda_graphs: bool | None = None
     activation_checkpointing: bool = False  # compute each layer twice and keep its input only: less memory, more time
     parallel: str = "ddp"  # under torchrun: each process has the whole model, or with "fsdp" a part of it
     log_every: int = 10
@@ -112,8 +113,8 @@ def train(model, config: TrainConfig) -> Trainer:
     """Trains `model` (a MoR) and returns the finished Trainer.
 
     Under torchrun the processes train data-parallel: every one reads its share of each step's sequences, and the
-    gradients are averaged. The parameters of `model` are DTensors then; each checkpoint is a folder for
-    `MoR.from_pretrained`.
+    gradients are averaged. With parallel="fsdp" the parameters of `model` are DTensors then; each checkpoint is a
+    folder for `MoR.from_pretrained`.
     """
     with processes(config.device):
         trainer = Trainer(model, config)
@@ -162,7 +163,8 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
         self._forget()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # of this thread alone: NCCL's watchdog asks for events of its own meanwhile
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             outputs = self.forward_backward(sizes, *own)
         self.pool = graph.pool()
         return graph, own, [parameter.grad for parameter in self.parameters], outputs
@@ -249,13 +251,16 @@ class Trainer:
         self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
         self.model = model.to(self.device)
         self.model.activation_checkpointing = config.activation_checkpointing
-        if config.cuda_graphs and self.device.type != "cuda":
+        on_gpu, fsdp = self.device.type == "cuda", config.parallel == "fsdp"
+        if config.cuda_graphs and not on_gpu:
             raise ValueError("cuda_graphs: expected false without a GPU, got true")
-        if config.cuda_graphs and self.world_size > 1:
-            raise ValueError("cuda_graphs: expected false for several processes, since FSDP2's gathering and reducing "
-                             "can't be part of a graph, got true")
-        self.graphs = Graphs(self.model.parameters(), self._forward_backward)
-        if config.compile:
+        if config.cuda_graphs and fsdp:
+            raise ValueError('cuda_graphs: expected false with parallel "fsdp", whose gathering and reducing can\'t be '
+                             "part of a graph, got true")
+        self.graphs = None
+        if config.cuda_graphs or config.cuda_graphs is None and on_gpu and not fsdp:
+            self.graphs = Graphs(self.model.parameters(), self._forward_backward)
+        if config.compile or config.compile is None and on_gpu:
             self.model.compile_rows()
         self.out = Path(config.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -288,9 +293,11 @@ class Trainer:
 
         self.shards = None
         if self.world_size > 1:
-            from .parallel import Shards  # only where it's needed: importing FSDP takes a second
+            from . import parallel  # only where it's needed: importing FSDP takes a second
 
-            self.shards = Shards(self.model, config.parallel, self.device, self.bf16)
+            parallel.share(self.model)
+            if fsdp:
+                self.shards = parallel.Shards(self.model, self.device, self.bf16)
         matrices, others = [], []
         for name, parameter in model.named_parameters():
             # The recursion encoding is a table of elementwise gains, not a matrix that multiplies.
@@ -380,6 +387,10 @@ class Trainer:
             depths.append(reached)
         if self.shards:
             self.shards.end()
+        elif self.world_size > 1:
+            from .parallel import average_gradients
+
+            average_gradients(self.parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.shards:
             norm = norm.full_tensor()  # of all processes' parts
@@ -413,7 +424,7 @@ class Trainer:
         """Adds to the gradients; returns the losses and metrics, stacked, and the depths."""
         sizes = self.kept or None
         settled = self.kept == self.model.kept(self.config.sequence_length)  # capacities have been warmed up
-        if not (self.config.cuda_graphs and settled):
+        if not (self.graphs and settled):
             return self._forward_backward(sizes, inputs, targets)
         if self.model.config.router == "token_choice":
             with self._precision():

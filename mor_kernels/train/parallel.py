@@ -1,8 +1,10 @@
-"""Data-parallel training by FSDP2, told that a recursive model uses its layers several times a step."""
+"""Data-parallel training: whole models whose gradients are averaged, or one in parts by FSDP2, which is told that a
+recursive model uses its layers several times a step."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,28 @@ def forget_groups() -> None:
         getattr(_meshes.pop(), "_pg_registry", {}).clear()  # in older torch a mesh has groups' names only
 
 
-class Shards:
-    """A model whose parameters are divided among the processes ("fsdp"), or whole in each of them ("ddp").
+def share(model: nn.Module) -> None:
+    """Gives every process the first one's weights."""
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
 
-    Both are `fully_shard`, over a mesh whose groups of shards are all processes or one, so that they share all code.
-    DistributedDataParallel would arrange its buckets anew after a run's first step; a resumed run would then add up
-    the gradients of three or more processes in another order than an unbroken one. It also waits for the host where
-    the configuration leaves a parameter unused.
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Over the processes, of parameters that are whole in each; which of them have a gradient is the same in all.
+
+    Once a step, after the backward passes: these may then be CUDA graphs, which saves more than sending would take
+    that DistributedDataParallel hides behind the computation. DistributedDataParallel also arranges its buckets anew
+    after a run's first step; a resumed run would then add up the gradients of three or more processes in another order
+    than an unbroken one.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        work.wait()
+    torch._foreach_div_(gradients, dist.get_world_size())
+
+
+class Shards:
+    """A model whose parameters are divided among the processes.
 
     A layer is a group: its parameters are gathered by one collective and its gradients reduced by one. A layer that
     recursions share is gathered at its first use in a step and kept until `end`, and its gradient reduced where the
@@ -38,15 +55,13 @@ class Shards:
     Around each forward and backward pass call `begin`, and `end` after a step's last one.
     """
 
-    def __init__(self, model: nn.Module, kind: str, device: torch.device, bf16: bool):
+    def __init__(self, model: nn.Module, device: torch.device, bf16: bool):
+        """`share` the model before: each process keeps its part of what it has."""
         if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-            raise ValueError("device: expected a GPU for several processes (FSDP2 runs on CPUs from torch 2.7 on), "
-                             f"got {device} with torch {torch.__version__}")
-        self.model, world_size = model, dist.get_world_size()
-        for tensor in model.state_dict().values():  # each process keeps its part of what the first one has
-            dist.broadcast(tensor, 0)
-        shape, names = ((world_size,), ("shard",)) if kind == "fsdp" else ((world_size, 1), ("replicate", "shard"))
-        options = {"mesh": init_device_mesh(device.type, shape, mesh_dim_names=names)}
+            raise ValueError('parallel: expected "ddp" (FSDP2 runs on CPUs from torch 2.7 on), got "fsdp" with device '
+                             f"{device} and torch {torch.__version__}")
+        self.model = model
+        options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
         _meshes.append(options["mesh"])
         if bf16:  # gathered as bf16 and used so; parameters, the sum over processes and the optimizer are fp32
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

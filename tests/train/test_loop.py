@@ -350,7 +350,7 @@ def test_ranks_share_the_training_and_the_held_out_data(make_model, make_config,
     alone = Trainer(make_model(), config)
     monkeypatch.setattr(loop.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(loop.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr("mor_kernels.train.parallel.Shards", lambda *_: None)
+    monkeypatch.setattr("mor_kernels.train.parallel.share", lambda model: None)
     monkeypatch.setattr(Trainer, "_agree_on", lambda *_: None)
     ranks = []
     for rank in range(2):
@@ -376,7 +376,8 @@ def test_ranks_share_the_training_and_the_held_out_data(make_model, make_config,
     ({"steps": "10"}, "steps: expected an integer, got '10'"),
     ({"steps": 10.0}, "steps: expected an integer, got 10.0"),
     ({"batch_size": True}, "batch_size: expected an integer, got True"),
-    ({"compile": 1}, "compile: expected true or false, got 1"),
+    ({"compile": 1}, "compile: expected true, false or null, got 1"),
+    ({"resume": None}, "resume: expected true or false, got None"),
     ({"resume": "no"}, "resume: expected true or false, got 'no'"),
     ({"warmup": "0.1"}, "warmup: expected a number, got '0.1'"),
     ({"clip": False}, "clip: expected a number, got False"),
@@ -501,9 +502,10 @@ def test_importing_needs_no_optional_package():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", [EXPERT, FIXED], ids=["expert", "fixed"])
-def test_no_host_synchronisation_in_a_step(make_model, make_config, kind):
-    trainer = Trainer(make_model(**kind), make_config(device="cuda"))
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False, "compile": False}], ids=["default", "eager"])
+@pytest.mark.parametrize("kind", [EXPERT, {**EXPERT, "cap_warmup_steps": 0}, FIXED], ids=["warmup", "expert", "fixed"])
+def test_no_host_synchronisation_in_a_step(make_model, make_config, kind, settings):
+    trainer = Trainer(make_model(**kind), make_config(device="cuda", **settings))
     for trainer.step in range(3):
         trainer._train_step()
     torch.cuda.set_sync_debug_mode("error")
@@ -519,7 +521,7 @@ def test_no_host_synchronisation_in_a_step(make_model, make_config, kind):
 def test_on_a_gpu(make_model, make_config, kind):
     config = make_config(device="cuda", accumulation=2, eval_every=4)
     part = Trainer(make_model(**kind), config)
-    assert part.bf16
+    assert part.bf16 and part.graphs is not None
     interrupt(part, 2)
     part.run()
     trainer = train(make_model(seed=1, **kind), config)
@@ -529,20 +531,31 @@ def test_on_a_gpu(make_model, make_config, kind):
 def test_cuda_graphs_are_refused_where_they_cannot_be(make_model, make_config):
     with pytest.raises(ValueError, match="cuda_graphs: expected false without a GPU, got true"):
         Trainer(make_model(**EXPERT), make_config(cuda_graphs=True))
+    assert Trainer(make_model(**EXPERT), make_config()).graphs is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("settings", [{}, {"accumulation": 2}, {"compile": True, "activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "settings, kv",
+    [
+        ({}, {}),
+        ({"accumulation": 2}, {}),
+        ({"compile": True, "activation_checkpointing": True}, {}),
+        ({}, {"kv": "shared"}),
+        ({}, {"kv": "hybrid"}),
+        ({}, {"kv": "hybrid", "hybrid_base": "latest"}),
+    ],
+)
 @pytest.mark.parametrize("kind", [{**EXPERT, "cap_warmup_steps": 3}, TOKEN], ids=["expert", "token"])
-def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, kind, settings):
+def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, kind, settings, kv):
     """Through a warm-up of capacities, whose steps aren't captured, an evaluation in between, and a resumed run."""
     runs = []
     for name, graphs in (("plain", False), ("graphs", True)):
         config = make_config(device="cuda", out=str(tmp_path / name), steps=12, eval_every=9, cuda_graphs=graphs,
-                             precision="float32", **settings)  # fmt: skip
-        train(make_model(**kind), replace(config, steps=10))
-        trainer = train(make_model(seed=1, **kind), config)
-        assert bool(trainer.graphs.graphs) == graphs
+                             precision="float32", **{"compile": False, **settings})  # fmt: skip
+        train(make_model(**kind, **kv), replace(config, steps=10))
+        trainer = train(make_model(seed=1, **kind, **kv), config)
+        assert bool(trainer.graphs and trainer.graphs.graphs) == graphs
         runs.append([line for line in metrics(trainer) if "loss" in line])
     assert len(runs[0]) == len(runs[1]) == 12
     for a, b in zip(*runs):
