@@ -359,9 +359,12 @@ def chart(result: dict, path: Path) -> None:
 
 def title(result: dict) -> str:
     where = result["environment"]
-    line = f"{where['card']}, torch {where['torch']}, Triton {where['triton']}, copy {bandwidth(result)}"
-    matmul = result.get("matmul_flops_per_second")
-    return f"{line}, matrix product {matmul / 1e12:.0f} TFLOP/s" if matmul else line
+    line = f"{where['card']}, torch {where['torch']}, Triton {where['triton']}"
+    if "copy_bandwidth" in result:
+        line += f", copy {bandwidth(result)}"
+    if matmul := result.get("matmul_flops_per_second"):
+        line += f", matrix product {matmul / 1e12:.0f} TFLOP/s"
+    return line
 
 
 def bandwidth(result: dict) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import RESULTS, ROOT, bandwidth, best_rival, chart, tflops, title
+from bench.harness import RESULTS, ROOT, best_rival, chart, tflops, title
 
 README = ROOT / "README.md"
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.S)
@@ -129,6 +129,17 @@ def train_table(result: dict) -> list[str]:
     return markdown(header, lines) + (["", "Where the time goes:", "", *_kinds_table(kinds)] if kinds else [])
 
 
+def scaling_table(result: dict) -> list[str]:
+    """Training on several GPUs: all their tokens a second, and what share that is of as many times one GPU's."""
+    lines = []
+    for row in result["rows"]:
+        speed = "failed" if row["failed"] else f"{row['tokens_per_second']:,.0f}"
+        share = f"{100 * row['efficiency']:.1f}" if "efficiency" in row else "-"
+        parallel = row["parallel"] if row["gpus"] > 1 else "-"
+        lines.append((row["case"], str(row["gpus"]), parallel, speed, share))
+    return markdown(("model", "GPUs", "parallel", "tokens/s", "% of linear"), lines)
+
+
 def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
     """Milliseconds of a profiled step by what kernels are for, what takes most of all first."""
     total = Counter()
@@ -169,7 +180,8 @@ def _ms(row: dict | None) -> str:
     return "failed" if row["failed"] else f"{row['ms']:.3g}"
 
 
-TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table}
+TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table}
+WITHOUT_CHART = ("scaling",)
 
 
 def section(benchmark: str, folder: Path = RESULTS) -> str:
@@ -180,9 +192,10 @@ def section(benchmark: str, folder: Path = RESULTS) -> str:
         commit = (where["commit"] or "unknown")[:10] + (" with changes" if where["dirty"] else "")
         as_lines = TABLES.get(benchmark, table)
         unfinished = "" if result["complete"] else " The run was not finished."
+        drawn = "" if benchmark in WITHOUT_CHART else f" [Chart](bench/results/{path.stem}.png)."
         parts.append(
             f"{title(result)}; driver {where['driver']}, CUDA {where['cuda']}, commit {commit}, {where['date'][:10]}."
-            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(as_lines(result)) + "\n"
+            f"{unfinished}{drawn}\n\n" + "\n".join(as_lines(result)) + "\n"
         )
     return "\n".join(parts) or "No result has been recorded yet.\n"
 
@@ -205,8 +218,9 @@ def main(argv: list[str] | None = None) -> int:
     README.write_text(fresh, encoding="utf-8")
     for benchmark in (found[2] for found in SECTION.finditer(text)):
         for path, result in results(benchmark, RESULTS).items():
-            chart(result, path.with_suffix(".png"))
-            print(f"{path.stem}: {len(result['rows'])} rows, copy {bandwidth(result)}")
+            if benchmark not in WITHOUT_CHART:
+                chart(result, path.with_suffix(".png"))
+            print(f"{path.stem}: {len(result['rows'])} rows")
     return 0
 
 

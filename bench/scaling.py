@@ -1,6 +1,6 @@
 """Tokens a second of training on 1, 2, 4, ... GPUs of a machine: the whole loop, under torchrun.
 
-    python bench/scaling.py [--gpus 1 2 4] [--preset 360M] [--batch 16] [--steps 60] [--only mor-3] [--out DIR]
+    python bench/scaling.py [--gpus 1 2 4] [--preset 360M] [--batch 16] [--steps 40] [--only token] [--out DIR]
 
 Each GPU gets the same batch (weak scaling), so that N GPUs should train N times as many tokens a second. A run is the
 `train` command on a text that every Python has; its speed is the median of its log lines but for the first two, which
@@ -25,9 +25,7 @@ import torch
 
 from bench.harness import RESULTS, ROOT, environment, require, result_path, write
 
-CASES = {
-    "vanilla": [],
-    "mor-2": ["num_recursions=2", "router=expert_choice"],
+CASES = {  # equal loads on all GPUs, and unequal ones
     "mor-3": ["num_recursions=3", "router=expert_choice"],
     "mor-3-token": ["num_recursions=3", "router=token_choice"],
 }
@@ -82,11 +80,11 @@ def compare(rows: list[dict]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/scaling.py", description="Benchmark: training on several GPUs.")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="default: 1, 2, 4, ... of those there are")
     parser.add_argument("--preset", default="360M")
     parser.add_argument("--batch", type=int, default=16, help="sequences a GPU and step")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--model", nargs="*", default=[], metavar="FIELD=VALUE", help="of MoRConfig, for all cases")
     parser.add_argument("--train", nargs="*", default=[], metavar="FIELD=VALUE", help="of TrainConfig")
     parser.add_argument("--only", metavar="SUBSTRING", default="", help="cases whose name contains this")
@@ -95,9 +93,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.steps < LOG_EVERY * (SKIPPED + 2):
         parser.error(f"--steps: expected at least {LOG_EVERY * (SKIPPED + 2)}, got {options.steps}")
-    if torch.cuda.device_count() < max(options.gpus):
-        print(f"{torch.cuda.device_count()} CUDA devices are visible, of {max(options.gpus)}. Nothing was measured or "
-              "written.", file=sys.stderr)  # fmt: skip
+    count = torch.cuda.device_count()
+    gpus = options.gpus or [2**i for i in range(count.bit_length())]
+    if count < max(gpus, default=2):
+        print(f"{count} CUDA devices are visible, of {max(gpus, default=2)}. Nothing was measured or written.",
+              file=sys.stderr)  # fmt: skip
         return 2
     result = {"benchmark": "scaling", "environment": environment(options.commit), "preset": options.preset,
               "sequences_per_gpu": options.batch, "sequence_length": options.length, "train": options.train,
@@ -105,15 +105,15 @@ def main(argv: list[str] | None = None) -> int:
     path = result_path(options.out, result, options.only)
     with tempfile.TemporaryDirectory() as scratch:
         for case in (name for name in CASES if options.only in name):
-            for gpus in sorted(options.gpus):
-                for parallel in ("ddp", "fsdp")[: 1 if gpus == 1 else 2]:
-                    row = measure(case, gpus, parallel, options, Path(scratch) / "data")
+            for number in sorted(gpus):
+                for parallel in ("ddp", "fsdp")[: 1 if number == 1 else 2]:
+                    row = measure(case, number, parallel, options, Path(scratch) / "data")
                     result["rows"].append(row)
                     compare(result["rows"])
                     write(result, path)
                     what = row["failed"] or f"{row['tokens_per_second']:>12,.0f} tokens/s"
                     share = f"{row['efficiency']:8.1%}" if "efficiency" in row else ""
-                    print(f"{case:12} {gpus:2} {parallel:5} {what}{share}", flush=True)
+                    print(f"{case:12} {number:2} {parallel:5} {what}{share}", flush=True)
     result["complete"] = True
     write(result, path)
     print(f"written to {path}")

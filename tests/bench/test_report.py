@@ -29,7 +29,7 @@ def test_readme_is_up_to_date():
 
 
 def test_readme_has_the_sections_to_write():
-    assert {"train", "routing", "attn_flops", "kv"} <= {
+    assert {"train", "scaling", "routing", "attn_flops", "kv"} <= {
         found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
     }
 
@@ -48,6 +48,19 @@ def test_an_outdated_readme_is_told_and_then_written(tmp_path, monkeypatch, caps
 
 def test_without_results_it_says_so(tmp_path):
     assert report.section("routing", tmp_path) == "No result has been recorded yet.\n"
+
+
+def test_table_of_several_gpus(tmp_path):
+    kinds = [(1, "ddp", {"tokens_per_second": 1e5, "efficiency": 1}),
+             (2, "ddp", {"tokens_per_second": 19e4, "efficiency": 0.95}), (2, "fsdp", {"failed": "out of memory"})]  # fmt: skip
+    rows = [{"case": "mor-3", "gpus": gpus, "parallel": kind, "failed": None, **facts} for gpus, kind, facts in kinds]
+    result = {"benchmark": "scaling", "environment": ENVIRONMENT, "complete": True, "rows": rows}
+    (tmp_path / "scaling-a-card.json").write_text(json.dumps(result))
+    text = report.section("scaling", tmp_path)
+    for line in ("| mor-3 | 1 | - | 100,000 | 100.0 |", "| mor-3 | 2 | ddp | 190,000 | 95.0 |",
+                 "| mor-3 | 2 | fsdp | failed | - |", "A Card, torch 2.11, Triton 3.6; driver 580"):  # fmt: skip
+        assert line in text
+    assert "Chart" not in text
 
 
 def test_table_takes_the_best_rival(tmp_path):

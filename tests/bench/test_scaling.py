@@ -42,11 +42,14 @@ def test_cases_and_shares(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scaling.subprocess, "run", run)
     monkeypatch.setattr(scaling.torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(scaling, "environment", lambda _: {"card": "A Card"})
-    assert scaling.main(["--only", "mor-2", "--steps", "20", "--out", str(tmp_path)]) == 1  # one failed
+    assert scaling.main(["--only", "token", "--steps", "20", "--out", str(tmp_path)]) == 1  # one failed
     assert started == [(1, "parallel=ddp"), *((n, f"parallel={kind}") for n in (2, 4) for kind in ("ddp", "fsdp"))]
     result = json.loads((tmp_path / "scaling-a-card-partial.json").read_text())
     assert result["complete"] and [row["failed"] for row in result["rows"]] == [None, None, "out of memory", None, None]
     assert [row.get("efficiency") for row in result["rows"]] == [1, *(pytest.approx(0.9) if i != 1 else None
                                                                       for i in range(4))]  # fmt: skip
     monkeypatch.setattr(scaling.torch.cuda, "device_count", lambda: 2)
-    assert scaling.main([]) == 2 and "2 CUDA devices are visible, of 4" in capsys.readouterr().err
+    assert scaling.main(["--gpus", "1", "4"]) == 2
+    assert "2 CUDA devices are visible, of 4" in capsys.readouterr().err
+    monkeypatch.setattr(scaling.torch.cuda, "device_count", lambda: 0)
+    assert scaling.main([]) == 2 and "0 CUDA devices are visible, of 2" in capsys.readouterr().err
