@@ -51,8 +51,8 @@ def test_without_results_it_says_so(tmp_path):
 
 
 def test_table_of_several_gpus(tmp_path):
-    kinds = [(1, "ddp", {"tokens_per_second": 1e5, "efficiency": 1}),
-             (2, "ddp", {"tokens_per_second": 19e4, "efficiency": 0.95}), (2, "fsdp", {"failed": "out of memory"})]  # fmt: skip
+    one, two = {"tokens_per_second": 1e5, "efficiency": 1}, {"tokens_per_second": 19e4, "efficiency": 0.95}
+    kinds = [(1, "ddp", one), (2, "ddp", two), (2, "fsdp", {"failed": "out of memory"})]
     rows = [{"case": "mor-3", "gpus": gpus, "parallel": kind, "failed": None, **facts} for gpus, kind, facts in kinds]
     result = {"benchmark": "scaling", "environment": ENVIRONMENT, "complete": True, "rows": rows}
     (tmp_path / "scaling-a-card.json").write_text(json.dumps(result))
