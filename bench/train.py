@@ -161,8 +161,6 @@ class Step:
             self.loss = torch.compile(self.model, fullgraph=True, dynamic=False) if how == "plain" else self.model
         else:
             self.model = self.loss = Ours(model)
-        if how in ("ours", "ours, graph"):
-            model.compile_rows()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
                                            fused=inputs.ids.is_cuda)  # fmt: skip
         self.forget_graphs()

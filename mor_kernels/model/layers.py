@@ -29,15 +29,17 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.groups) * d, bias=False)
         self.o_proj = nn.Linear(self.heads * d, width, bias=False)
 
-    def project(self, x, adapter: Adapter | None, keys: bool):
-        """(n, D) -> (n, (H + 2G) d), or (n, H d) without keys."""
+    def project(self, norm: nn.RMSNorm, x, add, adapter: Adapter | None, keys: bool):
+        """(n, D), and (n, D) to add or None -> their sum, and of its norm (n, (H + 2G) d), or (n, H d) without keys."""
         q_width, k_width = self.heads * self.head_dim, self.groups * self.head_dim
         weight = self.qkv_proj.weight if keys else self.qkv_proj.weight[:q_width]
-        y = F.linear(x, weight)
-        if adapter is not None:
-            q = adapter("q", x)
-            y = y + (torch.cat((q, q.new_zeros(len(q), k_width), adapter("v", x)), -1) if keys else q)
-        return y
+        if adapter is None:
+            return ops.rms_norm_linear(x, norm.weight, weight, norm.eps, add=add)
+        x = x if add is None else x + add
+        h = norm(x)
+        q = adapter("q", h)
+        extra = torch.cat((q, q.new_zeros(len(q), k_width), adapter("v", h)), -1) if keys else q
+        return x, F.linear(h, weight) + extra
 
 
 class MLP(nn.Module):
@@ -46,15 +48,12 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x):
-        return ops.swiglu_linear(self.gate_up_proj(x), self.down_proj.weight)
-
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)), for tokens in any layout (..., D) at ``positions`` (...).
 
-    What comes before attention and what comes after it treat each token alone: they take tokens as rows (n, D), so that
-    each is compiled once for all recursions, batches and routings (:meth:`compile_rows`).
+    What enters is x + add, and what leaves is a pair as well: a sum is left to the norm that reads it, which is one
+    kernel with it.
     """
 
     def __init__(self, config: MoRConfig):
@@ -65,56 +64,22 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.theta = config.rope_theta
 
-    def forward(self, x, positions, attend: Attend, adapter: Adapter | None = None):
-        # no views for autograd: the compiler guards what they are views of, and FSDP2 warns of hooks on them
-        view = torch.ops.aten._unsafe_view
-        rows = view(x.contiguous(), (x.shape[:-1].numel(), x.shape[-1]))
+    def forward(self, x, add, positions, attend: Attend, adapter: Adapter | None = None):
+        view = torch.ops.aten._unsafe_view  # no views for autograd: FSDP2 warns of hooks on them
+        lead, d = x.shape[:-1], self.self_attn.head_dim
+        x, add = (None if t is None else view(t.contiguous(), (lead.numel(), t.shape[-1])) for t in (x, add))
 
         def project(keys=True):
-            nonlocal rows
-            (y, rows), d = self.before_attention(rows, adapter, keys), self.self_attn.head_dim
-            return view(y, (*x.shape[:-1], y.shape[-1] // d, d))
+            nonlocal x
+            x, y = self.self_attn.project(self.input_layernorm, x, add, adapter, keys)
+            return view(y, (*lead, y.shape[-1] // d, d))
 
         attended = attend(project, self.self_attn.heads, positions, self.theta)
-        return view(self.after_attention(rows, view(attended, (len(rows), attended.shape[-2:].numel()))), x.shape)
-
-    def before_attention(self, rows, adapter: Adapter | None, keys: bool):
-        """Also returns the rows, so that the gradient that comes to them from after attention is added in here. Under
-        another name: the compiler returns inputs themselves, past the gradients that it computes."""
-        y = self.self_attn.project(self.input_layernorm(rows), adapter, keys)
-        return y, torch.ops.aten._unsafe_view(rows, rows.shape)
-
-    def after_attention(self, rows, attended):
-        # As (1, n, D): of a sum of matrices alone the compiler would make an addmm, which copies the other one first.
-        x = rows[None] + self.self_attn.o_proj(attended)[None]
-        return (x + self.mlp(self.post_attention_layernorm(x))).squeeze(0)
-
-    def compile_rows(self, **options) -> None:
-        """Compile what treats each token alone for any number of tokens; options are torch.compile's."""
-        for name in ("before_attention", "after_attention"):
-            setattr(self, name, for_any_rows(getattr(self, name), **options))
-
-
-def _compile(graph, inputs):
-    """Inductor, told to compute norms anew next to what reads them in the backward pass, in place of keeping them: a
-    fifth of a layer's activations for a percent of its time."""
-    from torch._inductor.compile_fx import compile_fx  # seconds to import
-
-    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
-        return compile_fx(graph, inputs)
-
-
-def for_any_rows(function: Callable, **options) -> Callable:
-    """``function`` compiled once for any number of rows of the tensors among its arguments."""
-    compiled = torch.compile(function, fullgraph=True, **{"backend": _compile, **options})
-
-    def run(*arguments):
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        return compiled(*arguments)
-
-    return run
+        attended = self.self_attn.o_proj(view(attended, (len(x), attended.shape[-2:].numel())))
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        x, gate_up = ops.rms_norm_linear(x, norm.weight, mlp.gate_up_proj.weight, norm.eps, add=attended)
+        add = ops.swiglu_linear(gate_up, mlp.down_proj.weight)
+        return view(x, (*lead, x.shape[-1])), view(add, (*lead, x.shape[-1]))
 
 
 class Router(nn.Module):

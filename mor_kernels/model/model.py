@@ -99,7 +99,7 @@ class MoR(nn.Module):
                 share their layers (sharing "cycle" and "middle_cycle").
             attend: attend(slot, project, heads, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
         """
-        mixed = isinstance(recursion, torch.Tensor)
+        mixed, add = isinstance(recursion, torch.Tensor), None
         for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
             adapter = None
             if len(self.lora):
@@ -108,19 +108,29 @@ class MoR(nn.Module):
                     if mixed
                     else self.lora[recursion][slot]
                 )
-            x = self._layer(index, x, positions, functools.partial(attend, slot), adapter)
+            x, add = self._layer(index, x, add, positions, functools.partial(attend, slot), adapter)
+        x = x + add
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
-    def _layer(self, index, *arguments):
+    def _layer(self, index, x, add, *arguments):
+        """See :class:`.layers.Layer`."""
+        layer = self.layers[index]
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(self.layers[index], *arguments, use_reentrant=False, preserve_rng_state=False)
-        return self.layers[index](*arguments)
+            x, add = x if add is None else x + add, None  # one of them is kept
+            return checkpoint(layer, x, add, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return layer(x, add, *arguments)
 
     def first_layer(self, x, positions, attend):
-        return self._layer(0, x, positions, attend) if self.config.has_own_ends else x
+        return self._end(0, x, positions, attend)
 
     def last_layer(self, x, positions, attend):
-        return self._layer(-1, x, positions, attend) if self.config.has_own_ends else x
+        return self._end(-1, x, positions, attend)
+
+    def _end(self, index, x, positions, attend):
+        if not self.config.has_own_ends:
+            return x
+        x, add = self._layer(index, x, None, positions, attend)
+        return x + add
 
     @property
     def head_weight(self):
@@ -128,15 +138,6 @@ class MoR(nn.Module):
 
     def head(self, x):
         return F.linear(self.norm(x), self.head_weight)
-
-    def compile_rows(self, **options) -> None:
-        """Compile all that treats each token alone: the layers but for attention.
-
-        That compiles in seconds, once for any batch, length and routing: nothing is compiled anew where a recursion
-        keeps another number of tokens. Operators and routing stay as they are. ``options`` are torch.compile's.
-        """
-        for layer in self.layers:
-            layer.compile_rows(**options)
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
         """See :meth:`MoRConfig.kept`."""

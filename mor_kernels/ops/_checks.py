@@ -38,11 +38,17 @@ def tensor(
         fail(op, argument, f"device {like.device}", value.device)
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast, where it is on, computes products with ``x`` in."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def one_dtype(op: str, **tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The tensors, by the names of their arguments, as autocast wants them, or else all of the first one's dtype."""
     (name, first), *_ = tensors.items()
-    if not first.is_meta and torch.is_autocast_enabled(first.device.type) and first.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(first.device.type)
+    if dtype := autocast_dtype(first):
         return [None if t is None else t.to(dtype) for t in tensors.values()]
     for argument, t in tensors.items():
         if t is not None and t.dtype != first.dtype:

@@ -62,7 +62,6 @@ class TrainConfig:
     validation: float = 0.01
     device: str = "auto"  # CUDA where there is one, else the CPU
     precision: str = "auto"  # "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
-    compile: bool | None = None  # torch.compile what treats each token alone; null: on CUDA
     # launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
     cuda_graphs: bool | None = None
     activation_checkpointing: bool = False  # compute each layer twice and keep its input only: less memory, more time
@@ -260,8 +259,6 @@ class Trainer:
         self.graphs = None
         if config.cuda_graphs or config.cuda_graphs is None and on_gpu and not fsdp:
             self.graphs = Graphs(self.model.parameters(), self._forward_backward)
-        if config.compile or config.compile is None and on_gpu:
-            self.model.compile_rows()
         self.out = Path(config.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.metrics, self.checkpoints = self.out / "metrics.jsonl", self.out / "checkpoints"

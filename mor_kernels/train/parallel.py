@@ -90,13 +90,13 @@ class Shards:
         for layer in self.shared:
             layer.set_requires_gradient_sync(False, recurse=False)
 
-    def _reduce_at_first_use(self, layer: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    def _reduce_at_first_use(self, layer: nn.Module, inputs: tuple, outputs: tuple[torch.Tensor, ...]) -> None:
         # Autograd adds up the gradient over a layer's uses and hands it over at the first one. FSDP2 looks for it after
         # the backward pass of each use, and at the last one it would find, and reduce, what earlier micro-steps left.
         # When the gradient of the first use's output is there, the backward passes of all later uses are done.
-        if output.requires_grad and layer not in self.used:
+        if outputs[0].requires_grad and layer not in self.used:
             self.used.add(layer)
-            output.register_hook(lambda _: layer.set_requires_gradient_sync(self.last, recurse=False))
+            outputs[0].register_hook(lambda _: layer.set_requires_gradient_sync(self.last, recurse=False))
 
     def end(self) -> None:
         """Frees the gathered parameters; afterwards the model's parameters are the ones that the optimizer has."""

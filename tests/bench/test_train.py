@@ -115,12 +115,11 @@ def test_every_case_is_a_model_of_the_size_with_its_operations():
 
 
 def test_facts_of_a_turn_end_in_the_rows(monkeypatch):
-    """A case as it is on a GPU, on a CPU: without CUDA graphs, not compiled, and a stand-in for what is timed."""
+    """A case as it is on a GPU, on a CPU: without CUDA graphs, and a stand-in for what is timed."""
     make = train.make
     monkeypatch.setitem(config.SIZES, "tiny", TINY)
     monkeypatch.setattr(train, "make", lambda config, batch, length, device, seed: make(config, 2, 13, "cpu", seed))
     monkeypatch.setattr(train, "Graphs", lambda parameters, backward: backward)
-    monkeypatch.setattr(MoR, "compile_rows", lambda model: None)
     (case,) = train.cases(["mor-2"], "tiny", 2, 13)
     turns = []
 
@@ -161,6 +160,7 @@ KERNELS = {
     "elementwise": [
         "triton_poi_fused__to_copy_copy_add_gather_scatter_add_sort_0", "triton_red_fused__scaled_dot_product_flash_mm",
         "triton_per_fused_topk_mul_sum_native_layer_norm_7", "_rope", "_swiglu", "_swiglu_backward", "_cross_entropy",
+        "_add_rms_norm", "_add_rms_norm_backward",
         "void mor::(anonymous namespace)::rope_kernel<__nv_bfloat16>(mor::Params)",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 3ul>(int)",
     ],

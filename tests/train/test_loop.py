@@ -376,7 +376,7 @@ def test_ranks_share_the_training_and_the_held_out_data(make_model, make_config,
     ({"steps": "10"}, "steps: expected an integer, got '10'"),
     ({"steps": 10.0}, "steps: expected an integer, got 10.0"),
     ({"batch_size": True}, "batch_size: expected an integer, got True"),
-    ({"compile": 1}, "compile: expected true, false or null, got 1"),
+    ({"cuda_graphs": 1}, "cuda_graphs: expected true, false or null, got 1"),
     ({"resume": None}, "resume: expected true or false, got None"),
     ({"resume": "no"}, "resume: expected true or false, got 'no'"),
     ({"warmup": "0.1"}, "warmup: expected a number, got '0.1'"),
@@ -502,7 +502,7 @@ def test_importing_needs_no_optional_package():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False, "compile": False}], ids=["default", "eager"])
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}], ids=["default", "eager"])
 @pytest.mark.parametrize("kind", [EXPERT, {**EXPERT, "cap_warmup_steps": 0}, FIXED], ids=["warmup", "expert", "fixed"])
 def test_no_host_synchronisation_in_a_step(make_model, make_config, kind, settings):
     trainer = Trainer(make_model(**kind), make_config(device="cuda", **settings))
@@ -540,7 +540,7 @@ def test_cuda_graphs_are_refused_where_they_cannot_be(make_model, make_config):
     [
         ({}, {}),
         ({"accumulation": 2}, {}),
-        ({"compile": True, "activation_checkpointing": True}, {}),
+        ({"activation_checkpointing": True}, {}),
         ({}, {"kv": "shared"}),
         ({}, {"kv": "hybrid"}),
         ({}, {"kv": "hybrid", "hybrid_base": "latest"}),
@@ -552,7 +552,7 @@ def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, ki
     runs = []
     for name, graphs in (("plain", False), ("graphs", True)):
         config = make_config(device="cuda", out=str(tmp_path / name), steps=12, eval_every=9, cuda_graphs=graphs,
-                             precision="float32", **{"compile": False, **settings})  # fmt: skip
+                             precision="float32", **settings)  # fmt: skip
         train(make_model(**kind, **kv), replace(config, steps=10))
         trainer = train(make_model(seed=1, **kind, **kv), config)
         assert bool(trainer.graphs and trainer.graphs.graphs) == graphs

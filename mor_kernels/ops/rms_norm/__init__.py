@@ -1,0 +1,124 @@
+"""A residual sum, its RMSNorm (Zhang and Sennrich, 2019) and the linear layer that reads the norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._dispatch import apply, deferred, define, resolve
+from .._numeric import wide
+from . import eager
+
+
+def _like(x, dtype):
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _sums(rows):
+    return rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
+
+
+def _sum_dtype(x, add):
+    return x.dtype if add is None else torch.promote_types(x.dtype, add.dtype)
+
+
+_forward = define(
+    "add_rms_norm(Tensor x, Tensor? add, Tensor weight, float eps, ScalarType dtype, str backend)"
+    " -> (Tensor total, Tensor h, Tensor rstd)",
+    fake=lambda x, add, weight, eps, dtype: (
+        x.new_empty(0) if add is None else _like(x, _sum_dtype(x, add)), _like(x, dtype), _sums(x)
+    ),
+    eager=eager.add_rms_norm,
+    triton=deferred(f"{__name__}.triton", "add_rms_norm"),
+)  # fmt: skip
+_backward = define(
+    "add_rms_norm_backward(Tensor d_h, Tensor d_total, Tensor total, Tensor rstd, Tensor weight, str backend)"
+    " -> (Tensor d, Tensor h, Tensor d_weight)",
+    fake=lambda d_h, d_total, total, rstd, weight: (
+        _like(total, total.dtype), _like(total, d_h.dtype), _like(weight, wide(weight.dtype))
+    ),
+    eager=eager.add_rms_norm_backward,
+    triton=deferred(f"{__name__}.triton", "add_rms_norm_backward"),
+)  # fmt: skip
+
+
+class _RMSNormLinear(torch.autograd.Function):
+    """Of rows (n, D). h isn't kept: the kernel that writes the gradient of the sum writes it anew on the way."""
+
+    @staticmethod
+    def forward(ctx, x, add, norm_weight, weight, eps, backend):
+        total, h, rstd = _forward(x, add, norm_weight, eps, weight.dtype, backend)
+        if add is None:  # under another name, so that the gradient of both uses of x comes here
+            total = torch.ops.aten._unsafe_view(x, x.shape)
+        ctx.save_for_backward(total, rstd, norm_weight, weight)
+        ctx.scalars = (eps, backend, None if add is None else add.dtype, x.dtype)
+        return total, F.linear(h, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total, d_y):
+        total, rstd, norm_weight, weight = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        eps, backend, add_dtype, x_dtype = ctx.scalars
+        needs_x, needs_add, needs_norm, needs_weight, _, _ = ctx.needs_input_grad
+        d = d_norm = None
+        if needs_x or needs_add or needs_norm:
+            d, h, d_norm = _backward(d_y @ weight, d_total, total, rstd, norm_weight, backend)
+        elif needs_weight:
+            h = _forward(total, None, norm_weight, eps, weight.dtype, backend)[1]
+        return (
+            d.to(x_dtype) if needs_x else None,
+            d.to(add_dtype) if needs_add else None,
+            d_norm.to(norm_weight.dtype) if needs_norm else None,
+            d_y.mT @ h if needs_weight else None,
+            None,
+            None,
+        )  # fmt: skip
+
+
+def rms_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-5,
+    *,
+    add: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``total = x + add`` and ``rms_norm(total) @ weight.T``: where a Llama layer adds to the residual stream and reads
+    it again.
+
+    One kernel adds and normalises. Nothing but the sum and a number a token is kept for the backward pass, where one
+    kernel adds the gradient that comes through the norm to that of the sum, and writes the normalised values anew for
+    the gradient of weight.
+
+    Args:
+        x: (..., D); bf16, fp16, fp32 or fp64; any strides.
+        norm_weight: (D,), the norm's gains.
+        weight: (O, D).
+        eps: added to the mean of squares.
+        add: (..., D), or None for a sum that is x itself.
+        All are of one dtype. Under autocast weight alone is cast, and the others may differ: the residual stream stays
+        in the dtype that it has.
+
+    Returns:
+        (total, y): (..., D) in the dtype of x (of the wider one, where add's is another), and (..., O) in the dtype of
+        weight. The sum is rounded to its dtype before it is normalised; the norm is computed in fp32 (fp64 for fp64)
+        and rounded once, and so is the gradient. The products are PyTorch's. Gradients reach all four.
+    """
+    op = "rms_norm_linear"
+    _checks.tensor(op, "x", x, ("...", "D"))
+    width = x.shape[-1]
+    _checks.tensor(op, "norm_weight", norm_weight, (width,), like=x)
+    _checks.tensor(op, "weight", weight, ("O", width), like=x)
+    if add is not None:
+        _checks.tensor(op, "add", add, tuple(x.shape), like=x)
+    if dtype := _checks.autocast_dtype(x):
+        weight = weight.to(dtype)
+    else:
+        _checks.one_dtype(op, x=x, norm_weight=norm_weight, weight=weight, add=add)
+    rows = [None if t is None else t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (x, add)]
+    backend = resolve("add_rms_norm", backend, x)
+    total, y = apply(_RMSNormLinear, *rows, norm_weight, weight, float(eps), backend)
+    return total.view(x.shape), y.view(*x.shape[:-1], weight.shape[0])
