@@ -26,7 +26,7 @@ PROGRAMS = 3  # of the backward pass for each multiprocessor: registers have roo
 def _place(row, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Where the elements of rows are, and which of them are there."""
     column = tl.arange(0, BLOCK)[None, :]
-    return row[:, None].to(tl.int64) * WIDTH + column, (row < n)[:, None] & (column < WIDTH)
+    return row[:, None] * WIDTH + column, (row < n)[:, None] & (column < WIDTH)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _gains(weight, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def _add_rms_norm(x, add, weight, total, h, rstd, eps, n, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at, mask = _place(row, n, WIDTH, BLOCK)
     s = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if add is not None:
@@ -55,7 +55,7 @@ def _add_rms_norm_backward(
 ):
     w = _gains(weight, WIDTH, BLOCK)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    start = tl.program_id(0) * ROWS
+    start = tl.program_id(0).to(tl.int64) * ROWS
     while start < n:  # a range can't have this bound in the interpreter of Triton 3.2
         row = start + tl.arange(0, ROWS)
         at, mask = _place(row, n, WIDTH, BLOCK)
