@@ -155,10 +155,9 @@ class Graphs:
         own = [tensor.clone() for tensor in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        self._forget()
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and loads kernels
-                self._forget()
-                self.forward_backward(sizes, *own)
+            self.forward_backward(sizes, *own)  # compiles and loads kernels
         torch.cuda.current_stream().wait_stream(stream)
         self._forget()
         graph = torch.cuda.CUDAGraph()

@@ -88,15 +88,15 @@ def _tile(width):
 
 def add_rms_norm(x, add, weight, eps, dtype):
     n, width = x.shape
-    dtypes = torch.promote_types(x.dtype, add.dtype) if add is not None else x.dtype, dtype, torch.float32
-    total, h, rstd = (x.new_empty(size, dtype=dtype) for size, dtype in zip((x.shape, x.shape, n), dtypes))
+    total = x.new_empty(0) if add is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
+    h, rstd = x.new_empty(x.shape, dtype=dtype), x.new_empty(n, dtype=torch.float32)
     if n:
         constants = _tile(width)
         _add_rms_norm[(triton.cdiv(n, constants["ROWS"]),)](
             x.contiguous(), None if add is None else add.contiguous(), weight.contiguous(), total, h, rstd, eps, n,
             **constants,
         )  # fmt: skip
-    return x.new_empty(0) if add is None else total, h, rstd
+    return total, h, rstd
 
 
 def add_rms_norm_backward(d_h, d_total, total, rstd, weight):
