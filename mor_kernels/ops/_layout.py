@@ -5,5 +5,10 @@ from __future__ import annotations
 import torch
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., D) as (n, D); (D,) is one row."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import apply, deferred, define, resolve
+from .._layout import as_rows
 from .._numeric import wide
 from . import eager
 
@@ -86,7 +87,7 @@ def linear_cross_entropy(
     _checks.tensor(op, "weight", weight, ("V", x.shape[-1]), like=x)
     _checks.tensor(op, "targets", targets, tuple(x.shape[:-1]), (torch.int64,), x)
     x, weight = _checks.one_dtype(op, x=x, weight=weight)
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     # asked here, since in a Function's forward inputs need gradients in evaluation as well
     needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-    return apply(_LinearCrossEntropy, rows, weight, targets.flatten(), *needs, resolve("cross_entropy_", backend, x))
+    backend = resolve("cross_entropy_", backend, x)
+    return apply(_LinearCrossEntropy, as_rows(x), weight, targets.flatten(), *needs, backend)

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import apply, deferred, define, resolve
+from .._layout import as_rows
 from .._numeric import wide
 from . import eager
 
@@ -118,7 +119,7 @@ def rms_norm_linear(
         weight = weight.to(dtype)
     else:
         _checks.one_dtype(op, x=x, norm_weight=norm_weight, weight=weight, add=add)
-    rows = [None if t is None else t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (x, add)]
+    rows = as_rows(x), None if add is None else as_rows(add)
     backend = resolve("add_rms_norm", backend, x)
     total, y = apply(_RMSNormLinear, *rows, norm_weight, weight, float(eps), backend)
     return total.view(x.shape), y.view(*x.shape[:-1], weight.shape[0])

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._dispatch import apply, deferred, define, resolve
+from .._layout import as_rows
 from . import eager
 
 _forward = define(
@@ -67,6 +68,5 @@ def swiglu_linear(gate_up: torch.Tensor, weight: torch.Tensor, *, backend: str |
         _checks.fail(op, "gate_up", "an even last dimension", gate_up.shape[-1])
     _checks.tensor(op, "weight", weight, ("D", gate_up.shape[-1] // 2), like=gate_up)
     gate_up, weight = _checks.one_dtype(op, gate_up=gate_up, weight=weight)
-    rows = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up[None]
-    y = apply(_SwigluLinear, rows, weight, resolve("swiglu", backend, gate_up))
+    y = apply(_SwigluLinear, as_rows(gate_up), weight, resolve("swiglu", backend, gate_up))
     return y.view(*gate_up.shape[:-1], weight.shape[0])
