@@ -29,6 +29,7 @@ import torch
 import torch._functorch.config
 
 from mor_kernels import doctor
+from mor_kernels.ops import _dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -91,6 +92,12 @@ class Timing:
     def of(cls, samples: list[float], how: str) -> Timing:
         p20, _, _, p80 = statistics.quantiles(samples, n=5)
         return cls(statistics.median(samples), p20, p80, how)
+
+
+def our_backends(op: str, device: str) -> dict[str, str]:
+    """Our backends by what their rows are called: those with kernels, or what the device has in their place."""
+    native = [b for b in ("cuda", "triton") if device == "cuda" and not _dispatch.unavailable(b, op, "cuda")]
+    return {name: name for name in native} or {"ours, eager": "eager"}
 
 
 def sets_needed(nbytes: int, l2_bytes: int) -> int:
@@ -256,8 +263,10 @@ def format_row(row: dict, rival: dict | None = None, matmul: float | None = None
         return format_cells([*names, f"FAILED {row['failed']}"], columns)
     ms, floor = row["ms"], row["floor_ms"]
     numbers = [f"{value:.4f}" for value in (ms, row["p20"], row["p80"], floor)]
-    share, rate = (1e12 * tflops(row) / matmul, tflops(row)) if matmul else (floor / ms, row["bytes"] / ms / 1e6)
-    ratios = [f"{ms / floor:.2f}", f"{100 * share:.1f}", f"{rate:.0f}"]
+    rates = [f"{100 * floor / ms:.1f}", f"{row['bytes'] / ms / 1e6:.0f}"]
+    if matmul:
+        rates = [f"{1e14 * tflops(row) / matmul:.1f}", f"{tflops(row):.0f}"] if row.get("flops") else ["-", "-"]
+    ratios = [f"{ms / floor:.2f}", *rates]
     against = f"{rival['ms'] / ms:.2f}" if rival and row["ours"] else "-"
     return format_cells([*names, *numbers, *ratios, against, f"{row['error']:.2f}", row["timing"]], columns)
 

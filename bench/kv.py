@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from bench.harness import ROUNDOFF, Case, Implementation, close, main, require
+from bench.harness import ROUNDOFF, Case, Implementation, close, main, our_backends, require
 from mor_kernels import ops
-from mor_kernels.ops import _dispatch
 
 HEADS, GROUPS, WIDTH = 15, 5, 64
 BATCHES, MEANS, PAGE_SIZES = (32, 128, 512), (128, 2048, 16384), (16, 64)
@@ -213,11 +212,12 @@ class Cases:
 
     def _implementations(self, op, prepare, rivals):
         """``prepare(backend, inputs)`` for each of our backends that has kernels here, or eager; rivals first."""
-        native = [b for b in ("cuda", "triton") if self.device == "cuda" and not _dispatch.unavailable(b, op, "cuda")]
-        ours = {name: name for name in native} or {"ours, eager": "eager"}
         return (
             *(Implementation(name, rival) for name, rival in rivals.items()),
-            *(Implementation(label, functools.partial(prepare, backend), ours=True) for label, backend in ours.items()),
+            *(
+                Implementation(label, functools.partial(prepare, backend), ours=True)
+                for label, backend in our_backends(op, self.device).items()
+            ),
         )
 
     def append(self, tokens, page_size, compiled):

@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from bench.harness import ROUNDOFF, Case, Implementation, close, main, require
+from bench.harness import ROUNDOFF, Case, Implementation, close, main, our_backends, require
 from mor_kernels import ops
-from mor_kernels.ops import _dispatch
 
 ALPHA = 0.1
 ROUTE = ((32, 2048, 960, 1365), (32, 2048, 960, 682), (16, 2048, 2048, 1024), (16, 4096, 960, 2048),
@@ -236,14 +235,11 @@ class Cases:
 
         return normal
 
-    def _backends(self, op):
-        """Our backends by what their rows are called: those with kernels, or what the device has in their place."""
-        native = [b for b in ("cuda", "triton") if self.device == "cuda" and not _dispatch.unavailable(b, op, "cuda")]
-        return {name: name for name in native} or {"ours, eager": "eager"}
-
     def _implementations(self, op, prepare, own, rivals):
         """``prepare(function, inputs)`` for each function, ours last."""
-        ours = {label: functools.partial(own, backend=backend) for label, backend in self._backends(op).items()}
+        ours = {
+            label: functools.partial(own, backend=backend) for label, backend in our_backends(op, self.device).items()
+        }
         return tuple(
             Implementation(name, functools.partial(prepare, function), ours=name in ours)
             for name, function in {**rivals, **ours}.items()

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from bench import routing
+from bench import harness, routing
 from bench.harness import Mismatch
 from tests.bench import checks
 
@@ -119,7 +119,7 @@ def test_a_changed_row_that_was_not_kept_is_caught():
 
 def test_ours_are_the_backends_that_work_and_are_named_truly(monkeypatch):
     reasons = {("triton", "route"): None, ("cuda", "route"): None, ("triton", "pack_depths"): None}
-    monkeypatch.setattr(routing._dispatch, "unavailable", lambda backend, op, _: reasons.get((backend, op), "absent"))
+    monkeypatch.setattr(harness._dispatch, "unavailable", lambda backend, op, _: reasons.get((backend, op), "absent"))
 
     def ours(case):
         return [implementation.name for implementation in case.implementations if implementation.ours]
