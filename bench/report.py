@@ -58,6 +58,19 @@ def table(result: dict) -> list[str]:
     return markdown(HEADER, lines)
 
 
+def layer_table(result: dict) -> list[str]:
+    """The same where Liger Kernel is among the rivals. A failed rival's cell says so."""
+    lines = []
+    for op, case, group, own in _groups(result):
+        times = f"{own['ms'] / own['floor_ms']:.2f}" if own and not own["failed"] else "-"
+        rivals = (next((row for row in group if row["impl"] == name), None) for name in ("eager", "compile", "Liger"))
+        shown = (_ms(row) for row in rivals)
+        lines.append((op, case, _own(own), f"{group[0]['floor_ms']:.3g}", times, *shown,
+                      _faster(own, best_rival(group, op, case))))  # fmt: skip
+    header = (*HEADER[:5], "eager, ms", "compiled, ms", "Liger, ms", "x best")
+    return markdown(header, lines)
+
+
 def flops_table(result: dict) -> list[str]:
     """The same where operations are counted: TFLOP/s of our kernels, of what is called by default, and of rivals. The
     share of the matrix product's, and how much faster than rivals, are the better kernel's."""
@@ -180,7 +193,8 @@ def _ms(row: dict | None) -> str:
     return "failed" if row["failed"] else f"{row['ms']:.3g}"
 
 
-TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table}
+TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table,
+          "layer": layer_table}  # fmt: skip
 WITHOUT_CHART = ("scaling",)
 
 

@@ -1,10 +1,13 @@
 """Training runs: how long each trains, and what came of them, as the tables of docs/training.md.
 
 python bench/training_runs.py --steps      # set "steps" in docs/runs, for as many operations as vanilla.json takes
-python bench/training_runs.py RUN ...      # table, comparison and chart from the folders of runs
-python bench/training_runs.py --check      # exits with 1 if steps or the table of plans aren't what they should be
+python bench/training_runs.py RUN ... [--commit HASH]   # record runs, and write table, comparison and chart anew
+python bench/training_runs.py --check      # exits with 1 if steps or tables aren't what they should be
 
-Of a run's folder, run.json, metrics.jsonl and eval*.json (mor-kernels eval --json) are read, and nothing else.
+Of a run's folder, run.json, metrics.jsonl and eval*.json (mor-kernels eval --json) are read, and nothing else; a folder
+with an evaluation alone is a model as it was before any training. What is recorded goes into
+bench/results/training_runs.json, in place of an earlier run of the same name. Runs that differ by their seed alone are
+one line.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.harness import RESULTS, write
 from bench.report import markdown
 from mor_kernels.model import MoRConfig
 from mor_kernels.model.config import SIZES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PLANS = ROOT / "docs" / "training.md", ROOT / "docs" / "runs"
+RECORD = RESULTS / "training_runs.json"
 SECTION = r"(<!-- runs:{} -->\n).*?(<!-- /runs -->)"
 NONE = "No result has been recorded yet.\n"
 # the paper's columns: byte-normalised but for LAMBADA and WinoGrande
@@ -99,7 +104,15 @@ def plans_section(folder: Path = PLANS) -> str:
 
 
 def read_run(folder: Path) -> dict:
-    """What the report needs of a run's folder."""
+    """What the report needs of a run's folder, as JSON can hold it."""
+    evaluations = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("eval*.json"))]
+    causal = [found for found in evaluations if found["mode"] == "threshold"]
+    scores = {
+        "tasks": {name: task for found in causal for name, task in found["tasks"].items()},
+        "texts": {Path(name).stem: text for found in causal for name, text in found["text"].items()},
+    }
+    if causal and not (folder / "run.json").exists():
+        return {"name": folder.name, "parameters": causal[0]["parameters"], **scores}
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     config, train = MoRConfig.from_dict(record["model"]), record["train"]
@@ -118,23 +131,62 @@ def read_run(folder: Path) -> dict:
         raise ValueError(f"{folder / 'metrics.jsonl'}: expected logged steps and a validation loss, found none")
     ending = [line for line in logged if line["step"] > 0.9 * step]
     last = [line for line in lines if "validation_loss" in line][-1]
+    first = next(line for line in lines if "parameters" in line)
 
     def late(name):
         values = [line[name] for line in ending if name in line]
         return statistics.mean(values) if values else None
 
-    evaluations = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("eval*.json"))]
-    causal = [found for found in evaluations if found["mode"] == "threshold"]
     return {
-        "name": folder.name, "config": config, "how": record.get("init", "").rpartition(":")[2] or None,
-        "parameters": next(line["parameters"] for line in lines if "parameters" in line), "flops": total,
-        "tokens": step * sequences * length, "unfinished": step < train["steps"], "points": points,
+        "name": folder.name, "model": record["model"], "train": train,
+        "how": record.get("init", "").rpartition(":")[2] or None,
+        "where": {name: first[name] for name in ("device", "torch", "triton") if name in first},
+        "parameters": first["parameters"], "flops": total, "tokens": step * sequences * length,
+        "unfinished": step < train["steps"], "points": points,
         "loss": last["validation_loss"], "loss_topk": last.get("validation_loss_topk"),
-        # the first line has the compilation in it
+        # the first line has the start in it
         "speed": statistics.median([line["tokens_per_second"] for line in logged[1:] or logged]),
-        **{name: late(name) for name in ("sampling_accuracy", "dead_token_ratio", "max_vio", "entropy")},
-        "tasks": {name: task for found in causal for name, task in found["tasks"].items()},
-        "texts": {Path(name).stem: text for found in causal for name, text in found["text"].items()},
+        **{name: late(name) for name in ("sampling_accuracy", "dead_token_ratio", "max_vio", "entropy")}, **scores,
+    }  # fmt: skip
+
+
+def record(folders: list[Path], commit: str | None, path: Path) -> None:
+    """Adds the runs of `folders` to the file, in place of those of the same names."""
+    new = [{**read_run(folder), "commit": commit} for folder in folders]
+    names = {run["name"] for run in new}
+    runs = [run for run in _recorded(path) if run["name"] not in names] + new
+    write({"benchmark": "training_runs", "runs": sorted(runs, key=lambda run: run["name"])}, path)
+
+
+def _recorded(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+
+
+def recorded(path: Path) -> tuple[list[dict], list[dict]]:
+    """Runs, those that differ by their seed alone as one (means, and the losses of each), and models as they were."""
+    groups: dict[str, list[dict]] = {}
+    for run in _recorded(path):
+        if "model" in run:
+            settings = {name: value for name, value in run["train"].items() if name != "seed"}
+            groups.setdefault(json.dumps([run["model"], run["how"], settings], sort_keys=True), []).append(run)
+    return [_mean(group) for group in groups.values()], [run for run in _recorded(path) if "model" not in run]
+
+
+def _mean(runs: list[dict]) -> dict:
+    def mean(values):
+        first = values[0]
+        if isinstance(first, dict):  # of what all of them were asked
+            return {name: mean([value[name] for value in values]) for name in first if all(name in v for v in values)}
+        return statistics.mean(values) if isinstance(first, float) and None not in values else first
+
+    names = ("flops", "loss", "loss_topk", "speed", "sampling_accuracy", "dead_token_ratio", "max_vio", "entropy",
+             "tasks", "texts")  # fmt: skip
+    return {
+        **runs[0], **{name: mean([run[name] for run in runs]) for name in names},
+        "config": MoRConfig.from_dict(runs[0]["model"]), "unfinished": any(run["unfinished"] for run in runs),
+        "curves": [run["points"] for run in runs],
+        **{f"{name}_of_each": [run[name] for run in runs] for name in ("loss", "loss_topk")},
+        "made": {(*run["where"].values(), run["commit"]) for run in runs},
     }  # fmt: skip
 
 
@@ -151,9 +203,26 @@ def title(run: dict) -> str:
 
 
 def results_table(runs: list[dict]) -> list[str]:
+    lines = [
+        (
+            f"{run['name']}{' (unfinished)' * run['unfinished']}", title(run), _millions(run["parameters"]),
+            _millions(run["tokens"]), f"{run['flops'] / 1e15:.2f}", _each(run, "loss"), _each(run, "loss_topk"),
+            f"{run['speed'] / 1e3:,.0f}", _percent(run["sampling_accuracy"]), _percent(run["dead_token_ratio"]),
+            _number(run["max_vio"]), _number(run["entropy"]),
+        )
+        for run in runs
+    ]  # fmt: skip
+    header = ("run", "model", "parameters, M", "tokens, M", "PFLOP", "loss, threshold", "loss, top-k",
+              "1000 tokens/s", "sampling accuracy, %", "dead tokens, %", "MaxVio", "entropy")  # fmt: skip
+    return markdown(header, lines)
+
+
+def tasks_table(runs: list[dict]) -> list[str]:
+    """What `mor-kernels eval` found, also of models that were not trained here."""
+    runs = [run for run in runs if run["tasks"]]
+    texts = list(dict.fromkeys(text for run in runs for text in run["texts"]))
     tasks = list(dict.fromkeys([*(t for t in TASKS if any(t in run["tasks"] for run in runs)),
                                 *(t for run in runs for t in run["tasks"])]))  # fmt: skip
-    texts = list(dict.fromkeys(text for run in runs for text in run["texts"]))
     lines = []
     for run in runs:
         scores = []
@@ -161,17 +230,11 @@ def results_table(runs: list[dict]) -> list[str]:
             found = run["tasks"].get(task, {})
             key = TASKS[task][1] if task in TASKS else "acc_norm" if "acc_norm" in found else "acc"
             scores.append(f"{100 * found[key]:.1f} ± {100 * found[f'{key}_stderr']:.1f}" if key in found else "-")
-        lines.append((
-            f"{run['name']}{' (unfinished)' * run['unfinished']}", title(run), _millions(run["parameters"]),
-            _millions(run["tokens"]), f"{run['flops'] / 1e15:.2f}", _number(run["loss"]), _number(run["loss_topk"]),
-            *(_number(run["texts"].get(text, {}).get("bits_per_byte")) for text in texts),
-            f"{run['speed'] / 1e3:,.0f}", _percent(run["sampling_accuracy"]), _percent(run["dead_token_ratio"]),
-            _number(run["max_vio"]), _number(run["entropy"]), *scores,
-        ))  # fmt: skip
-    header = ("run", "model", "parameters, M", "tokens, M", "PFLOP", "loss, threshold", "loss, top-k",
-              *(f"{text}, bits a byte" for text in texts), "1000 tokens/s", "sampling accuracy, %", "dead tokens, %",
-              "MaxVio", "entropy", *(TASKS[task][0] if task in TASKS else task for task in tasks))  # fmt: skip
-    return markdown(header, lines)
+        bits = (_number(run["texts"].get(text, {}).get("bits_per_byte")) for text in texts)
+        lines.append((run["name"] + ("" if "config" in run else ", untrained here"), *bits, *scores))
+    header = ("run", *(f"{text}, bits a byte" for text in texts),
+              *(TASKS[task][0] if task in TASKS else task for task in tasks))  # fmt: skip
+    return markdown(header, lines) if lines else []
 
 
 def comparison(runs: list[dict]) -> list[str]:
@@ -220,7 +283,8 @@ def _verdict(better: dict, worse: dict, slack: float = 0.0) -> str:
         words = f"as in the paper by {yes[0]}, **not by {no[0]}**"
 
     def losses(run):
-        return _number(run["loss"]) + (f" (top-k {_number(run['loss_topk'])})" if run["loss_topk"] is not None else "")
+        topk = f" (top-k {_each(run, 'loss_topk')})" if run["loss_topk"] is not None else ""
+        return _each(run, "loss") + topk
 
     expected = f"no more than {slack} above" if slack else "below"
     ratio = better["flops"] / worse["flops"] - 1
@@ -229,12 +293,20 @@ def _verdict(better: dict, worse: dict, slack: float = 0.0) -> str:
             f"{words}{unequal}.")  # fmt: skip
 
 
-def results_section(runs: list[dict]) -> str:
+def results_section(path: Path) -> str:
+    runs, untrained = recorded(path)
     if not runs:
         return NONE
-    lines = comparison(runs)
-    text = "\n".join(results_table(runs)) + "\n\n![Validation loss](training.png)\n"
-    return text + ("\nThe paper's ordering, pair by pair:\n\n" + "\n".join(lines) + "\n" if lines else "")
+    runs.sort(key=lambda run: (bool(run["how"]), run["name"]))
+    parts = [
+        "Made on " + "; ".join(sorted({_made(*made) for run in runs for made in run["made"]})) + ".",
+        "\n".join(results_table(runs)),
+        "![Validation loss](training.png)",
+        "\n".join(tasks_table(runs + untrained)),
+    ]
+    if lines := comparison(runs):
+        parts += ["The paper's ordering, pair by pair:", "\n".join(lines)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def chart(runs: list[dict], image: Path) -> None:
@@ -247,8 +319,10 @@ def chart(runs: list[dict], image: Path) -> None:
     for axes, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
         for run in group:
             style = "--" if run["config"].kv == "shared" else ":" if run["config"].router == "none" else "-"
-            axes.plot(*zip(*((flops / 1e15, loss) for flops, loss in run["points"])), style, marker=".",
-                      label=run["name"])  # fmt: skip
+            look = {"label": run["name"]}
+            for points in run["curves"]:
+                (line,) = axes.plot(*zip(*((flops / 1e15, loss) for flops, loss in points)), style, marker=".", **look)
+                look = {"color": line.get_color()}
         axes.set_xlabel("training operations (PFLOP)")
         axes.set_ylabel("validation loss (nats), threshold routing")
         axes.legend(fontsize="small")
@@ -261,6 +335,15 @@ def _millions(count: int) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _each(run: dict, name: str) -> str:
+    """The losses of all seeds."""
+    return ", ".join(_number(value) for value in run[f"{name}_of_each"])
+
+
+def _made(device: str, torch: str, triton: str | None, commit: str | None) -> str:
+    return f"{device}, torch {torch}, Triton {triton}, commit {(commit or 'unknown')[:10]}"
 
 
 def _percent(value: float | None) -> str:
@@ -277,26 +360,27 @@ def replaced(text: str, name: str, content: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/training_runs.py", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs to record")
+    parser.add_argument("--commit", help="that the runs were made with")
     parser.add_argument("--steps", action="store_true", help='set "steps" in docs/runs')
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the plans are out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
     options = parser.parse_args(argv)
     text = PAGE.read_text(encoding="utf-8")
+    if options.steps:
+        set_steps(PLANS)
+    if options.runs:
+        record(options.runs, options.commit, RECORD)
+    fresh = replaced(replaced(text, "plans", plans_section(PLANS)), "results", results_section(RECORD))
     if options.check:
         wrong = [path.name for path, steps in planned_steps(PLANS).items() if plan(path)[1]["steps"] != steps]
-        if wrong or replaced(text, "plans", plans_section(PLANS)) != text:
+        if wrong or fresh != text:
             print(f"out of date: run python bench/training_runs.py --steps ({', '.join(wrong) or PAGE.name})",
                   file=sys.stderr)  # fmt: skip
             return 1
         return 0
-    if options.steps:
-        set_steps(PLANS)
-        text = replaced(text, "plans", plans_section(PLANS))
-    if options.runs:
-        runs = [read_run(folder) for folder in options.runs]
-        text = replaced(text, "results", results_section(runs))
+    PAGE.write_text(fresh, encoding="utf-8")
+    if runs := recorded(RECORD)[0]:
         chart(runs, PAGE.with_name("training.png"))
-    PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

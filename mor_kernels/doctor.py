@@ -35,7 +35,7 @@ def report() -> dict:
         "cuda": torch.version.cuda,
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "cuda_kernels": _kernels(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "backends": {
             name: _dispatch.unavailable(name, device=device) for name in (*_dispatch.BACKENDS, *_dispatch.SPECIALISTS)
@@ -43,7 +43,8 @@ def report() -> dict:
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """None where it isn't installed."""
     try:
         return version(package)  # from its metadata: importing Triton would be slow, and could fail
     except PackageNotFoundError:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 from tqdm import tqdm
 
+from ..doctor import package_version
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
 from .schedule import cosine, trapezoid
@@ -334,8 +335,11 @@ class Trainer:
             checkpoint.tidy(self.checkpoints, config.keep)
             _drop_after(self.metrics, self.step)
             if not self.metrics.stat().st_size:
+                gpu = self.device.type == "cuda"
                 self._write({"step": 0, "unigram_entropy": self.unigram_entropy, "training_tokens": len(part),
-                             "parameters": sum(p.numel() for p in model.parameters())})
+                             "parameters": sum(p.numel() for p in model.parameters()),
+                             "device": torch.cuda.get_device_name(self.device) if gpu else "CPU",
+                             "torch": str(torch.__version__), "triton": package_version("triton")})
 
     def run(self) -> None:
         """Trains until `config.steps`, or until SIGINT or SIGTERM: then the step is finished, saved, and the run ends.

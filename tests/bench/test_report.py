@@ -29,7 +29,7 @@ def test_readme_is_up_to_date():
 
 
 def test_readme_has_the_sections_to_write():
-    assert {"train", "scaling", "routing", "attn_flops", "kv"} <= {
+    assert {"train", "scaling", "layer", "routing", "attn_flops", "kv"} <= {
         found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
     }
 
@@ -44,6 +44,15 @@ def test_an_outdated_readme_is_told_and_then_written(tmp_path, monkeypatch, caps
     assert report.main([]) == 0 and report.main(["--check"]) == 0
     text = report.README.read_text()
     assert text.startswith("above\n") and text.endswith("<!-- /bench -->\nbelow\n") and "old" not in text
+
+
+def test_table_of_a_layer_names_liger(tmp_path):
+    rows = [row("eager", 0.5), row("compile", 0.4), row("Liger", 0.25), row("triton", 0.125, ours=True)]
+    more = [row("Liger", None, failed="out of memory", case="B3"), row("triton", 0.2, ours=True, case="B3")]
+    write(tmp_path, rows + more, "layer-a-card")
+    text = report.section("layer", tmp_path)
+    assert "| route | B2 | 0.125 | 0.1 | 1.25 | 0.5 | 0.4 | 0.25 | 2.00 |" in text
+    assert "| route | B3 | 0.2 | 0.1 | 2.00 | - | - | failed | - |" in text
 
 
 def test_without_results_it_says_so(tmp_path):

@@ -45,17 +45,20 @@ def test_steps_make_up_for_a_capacity_warm_up():
     assert training_runs.equal_steps(MoRConfig(**SMALL, **EXPERT), train, budget) > 40
 
 
-def write(folder, name, losses, model=None, mix=(1.0,), tasks=None, **record):
+MADE = {"device": "A Card", "torch": "2.11", "triton": "3.6"}
+
+
+def write(folder, name, losses, model=None, mix=(1.0,), tasks=None, seed=0, **record):
     """A run of 20 steps of 2 x 2 sequences of 8 tokens on 3 processes."""
     out = folder / name
     out.mkdir()
     config = MoRConfig(**SMALL, **(model or {}))
     record = {"processes": 3, "model": config.to_dict(), "train": {"steps": 20, "batch_size": 2, "accumulation": 2,
-              "sequence_length": 8}, **record}  # fmt: skip
+              "sequence_length": 8, "seed": seed}, **record}  # fmt: skip
     (out / "run.json").write_text(json.dumps(record))
     metrics = {"sampling_accuracy": 0.9, "dead_token_ratio": 0.25} if config.router == "expert_choice" else {}
     metrics = {"max_vio": 0.5, "entropy": 0.6} if config.router == "token_choice" else metrics
-    lines = [{"step": 0, "parameters": 1234567}]
+    lines = [{"step": 0, "parameters": 1234567, **MADE}]
     for step in range(1, 21):
         late = {key: value + (step == 19) - (step < 19) for key, value in metrics.items()}  # of steps 19 and 20: + 0.5
         lines.append({"step": step, "depth_mix": mix, "tokens_per_second": 1000.0 * step, **late})
@@ -65,10 +68,17 @@ def write(folder, name, losses, model=None, mix=(1.0,), tasks=None, **record):
     lines.sort(key=lambda line: line["step"])
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if tasks:
-        found = {"mode": "threshold", "tasks": tasks, "text": {"x/held-out.txt": {"bits_per_byte": 1.0625}}}
-        (out / "eval.json").write_text(json.dumps(found))
+        found = evaluate(out, tasks)
         (out / "eval-topk.json").write_text(json.dumps({**found, "mode": "topk", "tasks": {"piqa": {"acc_norm": 1.0}}}))
     return out
+
+
+def evaluate(folder, tasks):
+    found = {"mode": "threshold", "parameters": 7654321, "tasks": tasks,
+             "text": {"x/held-out.txt": {"bits_per_byte": 1.0625}}}  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "eval.json").write_text(json.dumps(found))
+    return found
 
 
 def test_a_run_is_read_from_its_folder(tmp_path):
@@ -82,10 +92,17 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert (run["loss"], run["loss_topk"]) == (3.5, 3.375) and run["tasks"] == tasks
 
 
-def test_the_page_says_what_the_folders_hold(tmp_path, monkeypatch):
+@pytest.fixture
+def page(tmp_path, monkeypatch):
     page = tmp_path / "training.md"
-    page.write_text(f"above\n<!-- runs:results -->\n{training_runs.NONE}<!-- /runs -->\nbelow\n")
+    sections = "".join(f"<!-- runs:{name} -->\n{training_runs.NONE}<!-- /runs -->\n" for name in ("plans", "results"))
+    page.write_text(f"above\n{sections}below\n")
     monkeypatch.setattr(training_runs, "PAGE", page)
+    monkeypatch.setattr(training_runs, "RECORD", tmp_path / "results" / "training_runs.json")
+    return page
+
+
+def test_the_page_says_what_the_folders_hold(tmp_path, page):
     tasks = {"lambada": {"acc": 0.25, "acc_stderr": 0.03125}, "mine": {"acc": 0.5, "acc_stderr": 0.125}}
     runs = [
         write(tmp_path, "vanilla", (4.0, 3.0)),
@@ -97,13 +114,17 @@ def test_the_page_says_what_the_folders_hold(tmp_path, monkeypatch):
         write(tmp_path, "up-upper", (4.0, 2.5), {"num_recursions": 2}, (0.0, 1.0), init="/x:upper"),
         write(tmp_path, "up-stepwise", (4.0, 2.25), {"num_recursions": 2}, (0.0, 1.0), init="/x:stepwise"),
     ]
-    assert training_runs.main([str(run) for run in runs]) == 0
+    evaluate(tmp_path / "dense", {"lambada": {"acc": 0.75, "acc_stderr": 0.0625}})
+    assert training_runs.main([*map(str, runs[:3]), "--commit", "0123456789abcdef"]) == 0
+    assert training_runs.main([*map(str, runs[3:]), str(tmp_path / "dense")]) == 0  # adds to what is recorded
     text = page.read_text()
     assert text.startswith("above\n<!-- runs") and text.endswith("<!-- /runs -->\nbelow\n")
     assert training_runs.NONE not in text and (tmp_path / "training.png").stat().st_size > 1000
-    row = next(line for line in text.splitlines() if line.startswith("| expert-2 |"))
-    assert "| MoR, expert-choice, Nr 2, recursion_wise | 1.2 | 0.0 | 0.00 | 3.030 | 2.905 | 1.062 | 11 |" in row
-    assert row.endswith("| 25.0 ± 3.1 | 50.0 ± 12.5 |") and "| LD | mine |" in text
+    card = "A Card, torch 2.11, Triton 3.6, commit"
+    assert f"Made on {card} 0123456789; {card} unknown.\n" in text
+    row = "| expert-2 | MoR, expert-choice, Nr 2, recursion_wise | 1.2 | 0.0 | 0.00 | 3.030 | 2.905 | 11 |"
+    assert row in text and "| expert-2 | 1.062 | 25.0 ± 3.1 | 50.0 ± 12.5 |" in text
+    assert "| dense, untrained here | 1.062 | 75.0 ± 6.2 | - |" in text and "bits a byte | LD | mine |" in text
 
     def verdict(better, worse):
         (line,) = re.findall(rf"^- {better} .* {worse} .*$", text, re.M)
@@ -120,9 +141,30 @@ def test_the_page_says_what_the_folders_hold(tmp_path, monkeypatch):
     assert "operations" not in verdict("up-dense", "up-upper")  # equal tokens, not operations
     assert len(re.findall("^- ", text, re.M)) == 10  # expert-2-shared has no token-choice of its kind beside it
 
+    assert training_runs.main(["--check"]) == 0
+    page.write_text(text.replace("3.030", "3.031"))
+    assert training_runs.main(["--check"]) == 1
+
+
+def test_seeds_are_one_line_and_a_run_replaces_one_of_its_name(tmp_path, page):
+    tasks = [{"piqa": {"acc_norm": share, "acc_norm_stderr": 0.0625}} for share in (0.5, 0.75)]
+    first, second = (
+        write(tmp_path, f"expert-2{name}", (4.0, loss), EXPERT, (0.5, 0.5), found, seed=seed)
+        for name, loss, found, seed in (("", 3.0, tasks[0], 0), ("-again", 3.5, tasks[1], 1))
+    )
+    other = write(tmp_path, "expert-2-shared", (4.0, 3.2), {**EXPERT, "kv": "shared"}, (0.5, 0.5))
+    assert training_runs.main([str(first), str(second), str(other)]) == 0
+    text = page.read_text()
+    assert "| 3.000, 3.500 | 2.875, 3.375 |" in text and "| expert-2 | 1.062 | 62.5 ± 6.2 |" in text
+    assert "again" not in text
+    assert "expert-2 3.000, 3.500 (top-k 2.875, 3.375), expected below expert-2-shared 3.200" in text
+    assert "**not as in the paper**" in text  # the mean is 3.25
+    (second / "metrics.jsonl").write_text((second / "metrics.jsonl").read_text().replace("3.5", "3.25"))
+    assert training_runs.main([str(second)]) == 0 and "| 3.000, 3.250 |" in page.read_text()
+
 
 def test_without_runs_and_with_half_a_run(tmp_path):
-    assert training_runs.results_section([]) == training_runs.NONE
+    assert training_runs.results_section(tmp_path / "absent.json") == training_runs.NONE
     out = write(tmp_path, "a", (4.0, 3.5))
     (out / "metrics.jsonl").write_text('{"step": 0, "parameters": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl: expected logged steps and a validation loss"):

@@ -297,6 +297,7 @@ def test_metrics_and_curves(make_model, make_config, data):
     assert [line["step"] for line in lines] == [0, 2, 2, 4, 4]
     assert lines[0]["training_tokens"] == pytest.approx(0.99 * len(Tokens(data)), rel=1e-3)
     assert lines[0]["unigram_entropy"] == trainer.unigram_entropy
+    assert lines[0]["device"] and lines[0]["torch"] == torch.__version__ and "triton" in lines[0]
     logged, evaluated = lines[1], lines[2]
     assert logged["loss"] == pytest.approx(logged["lm"] + 0.001 * logged["aux"])
     assert len(logged["depth_mix"]) == 2 and sum(logged["depth_mix"]) == pytest.approx(1)

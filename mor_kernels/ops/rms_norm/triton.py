@@ -92,10 +92,12 @@ def add_rms_norm(x, add, weight, eps, dtype):
     h, rstd = x.new_empty(x.shape, dtype=dtype), x.new_empty(n, dtype=torch.float32)
     if n:
         constants = _tile(width)
+        # A square fused with the addition of what another lane sends is not rounded, that lane's is, and so each lane
+        # of a narrow row would have another mean. The backward pass has one, and is to give h anew bit for bit.
         _add_rms_norm[(triton.cdiv(n, constants["ROWS"]),)](
             x.contiguous(), None if add is None else add.contiguous(), weight.contiguous(), total, h, rstd, eps, n,
-            **constants, enable_fp_fusion=False,  # fused to the sum that a neighbour sends, squares of a row would add up
-        )  # to another mean in each lane: the backward pass has one, and couldn't give h anew bit for bit  # fmt: skip
+            **constants, enable_fp_fusion=False,
+        )  # fmt: skip
     return total, h, rstd
 
 
