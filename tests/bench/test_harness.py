@@ -213,6 +213,7 @@ def test_lines_are_aligned():
     }.items():
         assert line[: header.index(f" {name} ") + len(name) + 1].endswith(f" {value}")
     assert harness.format_row(ROW | {"ours": False}, ROW).split()[-3] == "-"
+    assert harness.format_row(ROW, ROW, matmul=1e14).split()[-5:-3] == ["-", "-"]  # whose operations aren't counted
 
 
 def test_chart_is_drawn(tmp_path):
