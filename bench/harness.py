@@ -297,9 +297,9 @@ def environment(commit: str | None = None) -> dict:
 
 
 def result_path(folder: Path, result: dict, partial: object) -> Path:
-    """Where a result goes; a partial one doesn't replace a full one of the same card."""
-    card = re.sub(r"[^a-z0-9]+", "-", result["environment"]["card"].lower())
-    return folder / f"{result['benchmark']}-{card}{'-partial' if partial else ''}.json"
+    """Where a result goes, one file a card and variant; a partial one doesn't replace a full one."""
+    parts = [result["benchmark"], result.get("variant", ""), result["environment"]["card"], "partial" * bool(partial)]
+    return folder / (re.sub(r"[^a-z0-9._]+", "-", " ".join(filter(None, parts)).lower()) + ".json")
 
 
 def write(result: dict, path: Path) -> None:
@@ -368,7 +368,8 @@ def chart(result: dict, path: Path) -> None:
 
 def title(result: dict) -> str:
     where = result["environment"]
-    line = f"{where['card']}, torch {where['torch']}, Triton {where['triton']}"
+    line = ", ".join(filter(None, [result.get("variant"), where["card"]]))
+    line += f", torch {where['torch']}, Triton {where['triton']}"
     if "copy_bandwidth" in result:
         line += f", copy {bandwidth(result)}"
     if matmul := result.get("matmul_flops_per_second"):
@@ -378,6 +379,12 @@ def title(result: dict) -> str:
 
 def bandwidth(result: dict) -> str:
     return f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
+
+
+def variant_of(parser: argparse.ArgumentParser, options: argparse.Namespace, names: list[str]) -> str:
+    """Those of the options that aren't what they are by default."""
+    values = ((name, getattr(options, name)) for name in names if getattr(options, name) != parser.get_default(name))
+    return ", ".join(f"{name} {' '.join(v) if isinstance(v, list) else v}" for name, v in values)
 
 
 def command_line(benchmark: str) -> argparse.ArgumentParser:
@@ -409,9 +416,10 @@ def on_gpu(
     options: argparse.Namespace,
     partial: bool = False,
     sample: Callable[[Case, Implementation], Samples] | None = None,
+    variant: str = "",
 ) -> int:
     """Measure, write and draw; ``partial`` where the cases aren't all that the full result has. ``sample`` stands in
-    for :func:`sample_on_gpu`. Returns as ``main``."""
+    for :func:`sample_on_gpu`; ``variant`` says what is other than by default. Returns as ``main``."""
     began = time.perf_counter()
     torch._functorch.config.donated_buffer = False  # a compiled backward refuses retain_graph=True otherwise
     cases = [case for case in make_cases() if options.only in f"{case.op} {case.name}"]
@@ -421,6 +429,7 @@ def on_gpu(
     with torch.cuda.stream(torch.cuda.Stream()):
         result = {
             "benchmark": benchmark,
+            "variant": variant,
             "environment": environment(options.commit),
             "copy_bandwidth": copy_bandwidth(),
             **({"matmul_flops_per_second": matmul_flops_per_second()} if any(case.flops for case in cases) else {}),

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.harness import RESULTS, ROOT, environment, require, result_path, write
+from bench.harness import RESULTS, ROOT, environment, require, result_path, variant_of, write
 
 CASES = {  # equal loads on all GPUs, and unequal ones
     "mor-3": ["num_recursions=3", "router=expert_choice"],
@@ -99,7 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{count} CUDA devices are visible, of {max(gpus, default=2)}. Nothing was measured or written.",
               file=sys.stderr)  # fmt: skip
         return 2
-    result = {"benchmark": "scaling", "environment": environment(options.commit), "preset": options.preset,
+    variant = variant_of(parser, options, ["preset", "batch", "length", "model", "train"])
+    result = {"benchmark": "scaling", "variant": variant, "environment": environment(options.commit),
+              "preset": options.preset,
               "sequences_per_gpu": options.batch, "sequence_length": options.length, "train": options.train,
               "model": options.model, "complete": False, "rows": []}  # fmt: skip
     path = result_path(options.out, result, options.only)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.harness import Case, Implementation, Samples, close, command_line, elapsed, on_gpu, require
+from bench.harness import Case, Implementation, Samples, close, command_line, elapsed, on_gpu, require, variant_of
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.convert import separate
 from mor_kernels.train.loop import Graphs, parameters_in
@@ -304,21 +304,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", default="360M", help="of the paper: 135M, 360M, 730M, 1.7B")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CASES)}; all if none is named")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CASES)}; if none is named, all at "
+                        f"360M, and {', '.join(PLAIN)} at other sizes")  # fmt: skip
     options = parser.parse_args(argv)
     if unknown := set(options.models) - set(CASES):
         parser.error(f"MODEL: expected of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
         return 2
-    partial = bool(options.models) or (options.size, options.batch, options.length) != ("360M", 16, 2048)
+    models = options.models or (CASES if options.size == parser.get_default("size") else PLAIN)
     steps = QUICK_STEPS if options.quick else STEPS
     known: dict = {}
     return on_gpu(
-        "train", lambda: cases(options.models or CASES, options.size, options.batch, options.length), options, partial,
+        "train", lambda: cases(models, options.size, options.batch, options.length), options, bool(options.models),
         lambda case, implementation: sample(
             case, implementation, steps, shape=(options.batch, options.length), known=known
         ),
+        variant_of(parser, options, ["size", "batch", "length"]),
     )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def test_the_rate_of_a_matrix_product_is_measured_where_operations_are_counted(m
     on_a_gpu(monkeypatch, tmp_path, [plain])
     on_a_gpu(monkeypatch, tmp_path, [dataclasses.replace(plain, flops=9)], partial=True)
     without, counted = (json.loads((tmp_path / f"double-a-card{x}.json").read_text()) for x in ("", "-partial"))
-    assert list(without) == ["benchmark", "environment", "copy_bandwidth", "complete", "rows"]
+    assert list(without) == ["benchmark", "variant", "environment", "copy_bandwidth", "complete", "rows"]
     assert counted["matmul_flops_per_second"] == 7e14
     assert "700 TFLOP/s" in harness.title(counted) and "TFLOP" not in harness.title(without)
 

@@ -125,6 +125,14 @@ def test_operations_have_a_table_of_their_own(tmp_path):
     assert "matrix product 800 TFLOP/s" in text
 
 
+def test_a_variant_has_a_table_of_its_own(tmp_path):
+    write(tmp_path, ROWS)
+    write(tmp_path, ROWS, "routing-size-1.7b-a-card", variant="size 1.7B")
+    text = report.section("routing", tmp_path)
+    assert text.index("A Card, torch 2.11") < text.index("size 1.7B, A Card, torch 2.11")
+    assert text.count("| route | B2 |") == 2 and "(bench/results/routing-size-1.7b-a-card.png)" in text
+
+
 def test_partial_results_do_not_count(tmp_path):
     write(tmp_path, ROWS, "routing-a-card-partial")
     assert "No result" in report.section("routing", tmp_path)

@@ -48,6 +48,10 @@ def test_cases_and_shares(tmp_path, monkeypatch, capsys):
     assert result["complete"] and [row["failed"] for row in result["rows"]] == [None, None, "out of memory", None, None]
     assert [row.get("efficiency") for row in result["rows"]] == [1, *(pytest.approx(0.9) if i != 1 else None
                                                                       for i in range(4))]  # fmt: skip
+    other = ["--batch", "8", "--train", "precision=float32", "--gpus", "1", "--steps", "20", "--out", str(tmp_path)]
+    assert scaling.main(other) == 0
+    path = tmp_path / "scaling-batch-8-train-precision-float32-a-card.json"
+    assert json.loads(path.read_text())["variant"] == "batch 8, train precision=float32"
     monkeypatch.setattr(scaling.torch.cuda, "device_count", lambda: 2)
     assert scaling.main(["--gpus", "1", "4"]) == 2
     assert "2 CUDA devices are visible, of 4" in capsys.readouterr().err

@@ -214,22 +214,23 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "partial", "names", "steps"),
+    ("arguments", "partial", "names", "steps", "variant"),
     [
-        ([], False, list(train.CASES), train.STEPS),
-        (["mor-2", "--quick"], True, ["mor-2"], train.QUICK_STEPS),
-        (["--batch", "8"], True, list(train.CASES), train.STEPS),
+        ([], False, list(train.CASES), train.STEPS, ""),
+        (["mor-2", "--quick"], True, ["mor-2"], train.QUICK_STEPS, ""),
+        (["--batch", "8"], False, list(train.CASES), train.STEPS, "batch 8"),
+        (["--size", "1.7B", "--length", "512"], False, list(train.PLAIN), train.STEPS, "size 1.7B, length 512"),
     ],
 )
-def test_only_all_models_at_full_size_are_a_full_result(arguments, partial, names, steps, monkeypatch):
+def test_models_and_what_the_result_is_called(arguments, partial, names, steps, variant, monkeypatch):
     seen = []
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(train, "cases", lambda names, *shape: list(names))
     monkeypatch.setattr(train, "sample", lambda case, implementation, steps, **_: seen.append(steps))
 
-    def on_gpu(benchmark, make_cases, options, is_partial, sample):
+    def on_gpu(benchmark, make_cases, options, is_partial, sample, called):
         sample("case", "implementation")
-        assert (benchmark, make_cases(), is_partial) == ("train", names, partial)
+        assert (benchmark, make_cases(), is_partial, called) == ("train", names, partial, variant)
         return 0
 
     monkeypatch.setattr(train, "on_gpu", on_gpu)
