@@ -7,6 +7,7 @@ python bench/report.py --check   # exits with 1 if README.md isn't what it would
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -45,30 +46,19 @@ def markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]
     return [f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *lines)]
 
 
-def table(result: dict) -> list[str]:
-    """A Markdown table with a line for each (operator, case)."""
+def table(result: dict, library: str | None = None) -> list[str]:
+    """A Markdown table with a line for each (operator, case); ``library``, a rival, has a column of its own."""
     lines = []
     for op, case, group, own in _groups(result):
-        eager = best_rival([row for row in group if row["impl"] != "compile"], op, case)
+        eager = best_rival([row for row in group if row["impl"] not in ("compile", library)], op, case)
         compiled = best_rival([row for row in group if row["impl"] == "compile"], op, case)
-        rival = best_rival(group, op, case)
+        shown = [eager, compiled]
+        if library:
+            shown.append(next((row for row in group if row["impl"] == library), None))
         times = f"{own['ms'] / own['floor_ms']:.2f}" if own and not own["failed"] else "-"
         floor = f"{group[0]['floor_ms']:.3g}"
-        lines.append((op, case, _own(own), floor, times, _ms(eager), _ms(compiled), _faster(own, rival)))
-    return markdown(HEADER, lines)
-
-
-def layer_table(result: dict) -> list[str]:
-    """The same where Liger Kernel is among the rivals. A failed rival's cell says so."""
-    lines = []
-    for op, case, group, own in _groups(result):
-        times = f"{own['ms'] / own['floor_ms']:.2f}" if own and not own["failed"] else "-"
-        rivals = (next((row for row in group if row["impl"] == name), None) for name in ("eager", "compile", "Liger"))
-        shown = (_ms(row) for row in rivals)
-        lines.append((op, case, _own(own), f"{group[0]['floor_ms']:.3g}", times, *shown,
-                      _faster(own, best_rival(group, op, case))))  # fmt: skip
-    header = (*HEADER[:5], "eager, ms", "compiled, ms", "Liger, ms", "x best")
-    return markdown(header, lines)
+        lines.append((op, case, _own(own), floor, times, *map(_ms, shown), _faster(own, best_rival(group, op, case))))
+    return markdown((*HEADER[:-1], *([f"{library}, ms"] if library else []), HEADER[-1]), lines)
 
 
 def flops_table(result: dict) -> list[str]:
@@ -194,7 +184,7 @@ def _ms(row: dict | None) -> str:
 
 
 TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table,
-          "layer": layer_table}  # fmt: skip
+          "layer": functools.partial(table, library="Liger")}  # fmt: skip
 WITHOUT_CHART = ("scaling",)
 
 

@@ -101,9 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     variant = variant_of(parser, options, ["preset", "batch", "length", "model", "train"])
     result = {"benchmark": "scaling", "variant": variant, "environment": environment(options.commit),
-              "preset": options.preset,
-              "sequences_per_gpu": options.batch, "sequence_length": options.length, "train": options.train,
-              "model": options.model, "complete": False, "rows": []}  # fmt: skip
+              "preset": options.preset, "sequences_per_gpu": options.batch, "sequence_length": options.length,
+              "train": options.train, "model": options.model, "complete": False, "rows": []}  # fmt: skip
     path = result_path(options.out, result, options.only)
     with tempfile.TemporaryDirectory() as scratch:
         for case in (name for name in CASES if options.only in name):

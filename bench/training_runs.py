@@ -140,7 +140,7 @@ def read_run(folder: Path) -> dict:
     return {
         "name": folder.name, "model": record["model"], "train": train,
         "how": record.get("init", "").rpartition(":")[2] or None,
-        "where": {name: first[name] for name in ("device", "torch", "triton") if name in first},
+        "where": {name: first.get(name) for name in ("device", "torch", "triton")},
         "parameters": first["parameters"], "flops": total, "tokens": step * sequences * length,
         "unfinished": step < train["steps"], "points": points,
         "loss": last["validation_loss"], "loss_topk": last.get("validation_loss_topk"),
@@ -165,11 +165,14 @@ def _recorded(path: Path) -> list[dict]:
 def recorded(path: Path) -> tuple[list[dict], list[dict]]:
     """Runs, those that differ by their seed alone as one (means, and the losses of each), and models as they were."""
     groups: dict[str, list[dict]] = {}
+    untrained = []
     for run in _recorded(path):
-        if "model" in run:
-            settings = {name: value for name, value in run["train"].items() if name != "seed"}
-            groups.setdefault(json.dumps([run["model"], run["how"], settings], sort_keys=True), []).append(run)
-    return [_mean(group) for group in groups.values()], [run for run in _recorded(path) if "model" not in run]
+        if "model" not in run:
+            untrained.append(run)
+            continue
+        settings = {name: value for name, value in run["train"].items() if name != "seed"}
+        groups.setdefault(json.dumps([run["model"], run["how"], settings], sort_keys=True), []).append(run)
+    return [_mean(group) for group in groups.values()], untrained
 
 
 def _mean(runs: list[dict]) -> dict:
@@ -342,8 +345,9 @@ def _each(run: dict, name: str) -> str:
     return ", ".join(_number(value) for value in run[f"{name}_of_each"])
 
 
-def _made(device: str, torch: str, triton: str | None, commit: str | None) -> str:
-    return f"{device}, torch {torch}, Triton {triton}, commit {(commit or 'unknown')[:10]}"
+def _made(*facts: str | None) -> str:
+    device, torch, triton, commit = (fact or "unknown" for fact in facts)
+    return f"{device}, torch {torch}, Triton {triton}, commit {commit[:10]}"
 
 
 def _percent(value: float | None) -> str:
@@ -365,11 +369,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", action="store_true", help='set "steps" in docs/runs')
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
     options = parser.parse_args(argv)
+    if not options.check:
+        if options.steps:
+            set_steps(PLANS)
+        if options.runs:
+            record(options.runs, options.commit, RECORD)
     text = PAGE.read_text(encoding="utf-8")
-    if options.steps:
-        set_steps(PLANS)
-    if options.runs:
-        record(options.runs, options.commit, RECORD)
     fresh = replaced(replaced(text, "plans", plans_section(PLANS)), "results", results_section(RECORD))
     if options.check:
         wrong = [path.name for path, steps in planned_steps(PLANS).items() if plan(path)[1]["steps"] != steps]

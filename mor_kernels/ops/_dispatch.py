@@ -144,6 +144,15 @@ def unavailable(
     return _unsupported(extension, device, capability) if backend == "cuda" else None
 
 
+@functools.cache
+def properties(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the first number of the compute capability; zeros for what stands in for a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major
+
+
 def load_extension() -> ModuleType:
     """``mor_kernels._C``, the CUDA kernels.
 

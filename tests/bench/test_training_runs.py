@@ -162,6 +162,13 @@ def test_seeds_are_one_line_and_a_run_replaces_one_of_its_name(tmp_path, page):
     (second / "metrics.jsonl").write_text((second / "metrics.jsonl").read_text().replace("3.5", "3.25"))
     assert training_runs.main([str(second)]) == 0 and "| 3.000, 3.250 |" in page.read_text()
 
+    before = training_runs.RECORD.read_text(), page.read_text()
+    (other / "metrics.jsonl").write_text((other / "metrics.jsonl").read_text().replace('"device": "A Card", ', ""))
+    assert training_runs.main(["--check", str(other)]) == 0  # writes nothing
+    assert (training_runs.RECORD.read_text(), page.read_text()) == before
+    assert training_runs.main([str(other)]) == 0
+    assert "; unknown, torch 2.11, Triton 3.6, commit unknown." in page.read_text()
+
 
 def test_without_runs_and_with_half_a_run(tmp_path):
     assert training_runs.results_section(tmp_path / "absent.json") == training_runs.NONE

@@ -8,9 +8,9 @@ numbers of its first, which one that is, and how many there are).
 
 from __future__ import annotations
 
-import functools
-
 import torch
+
+from .._dispatch import properties
 
 FIELDS = 8  # numbers that describe a part
 ENTRY = FIELDS + 2  # numbers that describe a range
@@ -50,18 +50,9 @@ def ranges_in(schedule: torch.Tensor, parts: int, groups: int) -> int:
 
 def most_ranges(groups: int, width: int, item_size: int, device: torch.device) -> int:
     """As many, times ``groups``, as blocks of the CUDA kernel run at once; there are lines for as many cuts."""
-    multiprocessors, major = _properties(device)
+    multiprocessors, major = properties(device)
     blocks = multiprocessors * _blocks(width, item_size, major) if multiprocessors else 3 * groups
     return min(max(blocks // groups, 1), RANGES, wanted(groups))
-
-
-@functools.cache
-def _properties(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and the first number of the compute capability; zeros for what stands in for a GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 0, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
 
 
 def _blocks(width: int, item_size: int, major: int) -> int:

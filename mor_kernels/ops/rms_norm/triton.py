@@ -10,12 +10,11 @@ PyTorch, in an order that doesn't change.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from .._dispatch import properties
 from .._numeric import wide
 
 ELEMENTS = 4096  # of a tile: 32 a thread; half as many if rows aren't whole vectors, and each has its own address
@@ -73,12 +72,6 @@ def _add_rms_norm_backward(
     tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(sums, 0), mask=column < WIDTH)
 
 
-@functools.cache
-def _multiprocessors(device):
-    """132 (an H100's) in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def _tile(width):
     """Rows, columns and warps of a tile."""
     block, elements = triton.next_power_of_2(max(width, 16)), ELEMENTS if width % 8 == 0 else ELEMENTS // 2
@@ -104,7 +97,8 @@ def add_rms_norm(x, add, weight, eps, dtype):
 def add_rms_norm_backward(d_h, d_total, total, rstd, weight):
     n, width = total.shape
     constants = _tile(width)
-    programs = min(triton.cdiv(n, constants["ROWS"]), PROGRAMS * _multiprocessors(total.device))
+    multiprocessors = properties(total.device)[0] or 132  # in the interpreter an H100's
+    programs = min(triton.cdiv(n, constants["ROWS"]), PROGRAMS * multiprocessors)
     d, h = torch.empty_like(total), torch.empty_like(d_h)
     parts = rstd.new_empty(programs, width)
     if n:
