@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.harness import Case, Implementation, Samples, close, command_line, elapsed, on_gpu, require, variant_of
 from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.model.config import SIZES
 from mor_kernels.model.convert import separate
 from mor_kernels.train.loop import Graphs, parameters_in
 
@@ -37,15 +38,12 @@ CASES = {
     "recursive-2": {"num_recursions": 2},
     "recursive-3": {"num_recursions": 3},
     **{
-        f"mor-{recursions}{kind}{kv}": {
-            "num_recursions": recursions, "router": router, "kv": strategy,
-            **({"num_hidden_layers": 34} if recursions == 4 else {}),
-        }
+        f"mor-{recursions}{kind}{kv}": {"num_recursions": recursions, "router": router, "kv": strategy}
         for kind, router in (("", "expert_choice"), ("-token", "token_choice"))
         for recursions in (2, 3, 4)
         for kv, strategy in (("", "recursion_wise"), ("-shared", "shared"))
     },
-}  # fmt: skip
+}
 PLAIN = ("vanilla", "mor-2", "mor-3")  # compiling takes a minute each
 WARMUP, STEPS, QUICK_STEPS = 4, 8, 4
 CHECKED = 2  # sequences whose gradients are compared: in fp32 more would need more memory than some cards have
@@ -275,10 +273,17 @@ def sample(case: Case, implementation: Implementation, steps: int, *, shape: tup
     return Samples(ms, "events", facts=facts)
 
 
+def config_of(name: str, size: str, length: int = 2048) -> MoRConfig:
+    """The paper's model of a size, with as many layers more as its recursions need to share them, as there."""
+    layers, recursions = SIZES[size]["num_hidden_layers"], CASES[name].get("num_recursions", 1)
+    layers += (2 - layers) % recursions  # the first and the last aren't shared
+    return MoRConfig.from_size(size, num_hidden_layers=layers, max_position_embeddings=max(2048, length), **CASES[name])
+
+
 def cases(names: Iterable[str], size: str, batch: int, length: int) -> list[Case]:
     made = []
     for name in names:
-        config = MoRConfig.from_size(size, max_position_embeddings=max(2048, length), **CASES[name])
+        config = config_of(name, size, length)
         with torch.device("meta"):
             parameters = sum(p.numel() for p in MoR(config).parameters())
         hows = ["plain", "ours, graph"] if name in PLAIN else ["ours, graph"]

@@ -126,15 +126,17 @@ class Graphs:
     """A forward and backward pass as CUDA graphs, one for each of the sizes that it is called with: the host launches a
     graph, not its thousands of kernels. Nothing in the pass may wait for the device.
 
-    `forward_backward(sizes, *inputs)` adds to the gradients of `parameters` and returns tensors.
+    `forward_backward(sizes, *inputs)` adds to the gradients of `parameters` and returns tensors. All graphs work in the
+    same memory: what one has left there, gradients and outputs too, is gone once another is replayed.
     """
 
-    KEPT = 8  # the last ones used; each has gradients of its own
+    KEPT = 32  # the last ones used
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], forward_backward: Callable):
         self.parameters, self.forward_backward = list(parameters), forward_backward
         self.graphs: dict[Hashable, tuple] = {}
         self.pool = None
+        self.stream = torch.cuda.Stream(self.parameters[0].device)  # one, since each keeps the memory that it has had
 
     def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
@@ -154,23 +156,44 @@ class Graphs:
         while len(self.graphs) >= self.KEPT:
             del self.graphs[next(iter(self.graphs))]
         own = [tensor.clone() for tensor in inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
         self._forget()
-        with torch.cuda.stream(stream):
-            self.forward_backward(sizes, *own)  # compiles and loads kernels
-        torch.cuda.current_stream().wait_stream(stream)
-        self._forget()
-        graph = torch.cuda.CUDAGraph()
-        # of this thread alone: NCCL's watchdog asks for events of its own meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            outputs = self.forward_backward(sizes, *own)
+        with torch.cuda.device(self.stream.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.forward_backward(sizes, *own)  # compiles and loads kernels
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self._forget()
+            graph = torch.cuda.CUDAGraph()
+            # of this thread alone: NCCL's watchdog asks for events of its own meanwhile
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                outputs = self.forward_backward(sizes, *own)
         self.pool = graph.pool()
-        return graph, own, [parameter.grad for parameter in self.parameters], outputs
+        gradients = [_lent(parameter.grad, graph) for parameter in self.parameters]
+        outputs = [_lent(output, graph) for output in outputs]
+        self._forget()
+        return graph, own, gradients, outputs
 
     def _forget(self):
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class _Memory:
+    """The memory of a graph's tensor, without which it may be taken by the captures of other graphs."""
+
+    def __init__(self, tensor: torch.Tensor, graph: torch.cuda.CUDAGraph):
+        storage = tensor.untyped_storage()
+        self.graph = graph  # which the memory is there as long as
+        self.__cuda_array_interface__ = {"data": (storage.data_ptr(), False), "shape": (storage.nbytes(),),
+                                         "typestr": "|u1", "version": 3}
+
+
+def _lent(tensor: torch.Tensor | None, graph: torch.cuda.CUDAGraph) -> torch.Tensor | None:
+    """`tensor`, made while `graph` was captured, as one that doesn't keep its memory from the captures of others."""
+    if tensor is None or not tensor.numel():
+        return tensor
+    memory = torch.as_tensor(_Memory(tensor, graph), device=tensor.device).view(tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _Copies(torch.autograd.Function):

@@ -102,7 +102,9 @@ def test_every_case_is_a_model_of_the_size_with_its_operations():
     assert [case.name for case in made] == list(train.CASES) and len(made) == 15
     for case in made:
         (of_case, batch, length, device), changes = case.make.args, train.CASES[case.name]
-        assert of_case == MoRConfig.from_size("360M", **changes) and (batch, length, device) == (2, 2048, "cuda")
+        layers = 34 if "4" in case.name else 32  # the paper's
+        assert of_case == MoRConfig.from_size("360M", num_hidden_layers=layers, **changes)
+        assert (batch, length, device) == (2, 2048, "cuda")
         assert case.flops == 16 * of_case.flops(2048, training=True)
         plain = ["plain"] if case.name in train.PLAIN else []
         assert [i.name for i in case.implementations] == [*plain, "ours, graph"]
@@ -112,6 +114,12 @@ def test_every_case_is_a_model_of_the_size_with_its_operations():
     with torch.device("meta"):
         assert vanilla.nbytes == 28 * sum(p.numel() for p in MoR(MoRConfig.from_size("360M")).parameters())
     assert train.cases(["vanilla"], "360M", 1, 4096)[0].make.args[0].max_position_embeddings == 4096
+
+
+def test_other_sizes_have_the_papers_depths():
+    depths = {"135M": (30, 30, 32), "360M": (32, 32, 32), "730M": (26, 26, 26), "1.7B": (24, 24, 26)}
+    for size, layers in depths.items():
+        assert tuple(train.config_of(name, size).num_hidden_layers for name in train.PLAIN) == layers
 
 
 def test_facts_of_a_turn_end_in_the_rows(monkeypatch):

@@ -564,3 +564,42 @@ def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, ki
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), a["step"]
         assert a["depth_mix"] == pytest.approx(b["depth_mix"], abs=0.02)  # a token near a tie
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", [0, 1], ids=lambda index: f"cuda:{index}")
+def test_graphs_share_memory_and_gradients_outlive_them(device):
+    if device >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    generator = torch.Generator(f"cuda:{device}").manual_seed(0)
+    x, weight = (torch.randn(n, 2048, generator=generator, device=generator.device) for n in (64, 2048))
+    weight.requires_grad_()
+
+    def pass_of(rows):
+        product = x[:rows] @ weight.detach()
+        return product.square().sum(), 2 * x[:rows].T @ product
+
+    def forward_backward(rows, x):
+        loss = (x[:rows] @ weight).square().sum()
+        loss.backward()
+        return [loss.detach()]
+
+    def same(a, b):  # fp32 sums of up to 2,048 products, in any order
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+    graphs, used = loop.Graphs([weight], forward_backward), []
+    for rows in (64, 32, 48, 16, 64):
+        weight.grad = None
+        (loss,) = graphs(rows, x)
+        want_loss, want = pass_of(rows)
+        same(loss, want_loss)
+        same(weight.grad, want)
+        used.append(torch.cuda.memory_reserved(x.device))
+    assert len(graphs.graphs) == 4 and used[-1] == used[1]
+    graphs(32, x)  # adds to the gradient of 64, which is in the memory of both
+    same(weight.grad, want + pass_of(32)[1])
+    before = weight.grad.clone()
+    del graphs
+    torch.cuda.empty_cache()
+    torch.full((2048, 2048), torch.nan, device=x.device)  # would take that memory, were it free
+    assert torch.equal(weight.grad, before)
