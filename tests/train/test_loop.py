@@ -595,7 +595,7 @@ def test_graphs_share_memory_and_gradients_outlive_them(device):
         same(loss, want_loss)
         same(weight.grad, want)
         used.append(torch.cuda.memory_reserved(x.device))
-    assert len(graphs.graphs) == 4 and used[-1] == used[1]
+    assert len(graphs.graphs) == 4 and used[-1] - used[1] < weight.nbytes
     graphs(32, x)  # adds to the gradient of 64, which is in the memory of both
     same(weight.grad, want + pass_of(32)[1])
     before = weight.grad.clone()
