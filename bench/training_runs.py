@@ -17,6 +17,7 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -209,13 +210,14 @@ def results_table(runs: list[dict]) -> list[str]:
     lines = [
         (
             f"{run['name']}{' (unfinished)' * run['unfinished']}", title(run), _millions(run["parameters"]),
-            _millions(run["tokens"]), f"{run['flops'] / 1e15:.2f}", _each(run, "loss"), _each(run, "loss_topk"),
-            f"{run['speed'] / 1e3:,.0f}", _percent(run["sampling_accuracy"]), _percent(run["dead_token_ratio"]),
+            f"{run['train']['learning_rate']:g}", _millions(run["tokens"]), f"{run['flops'] / 1e15:.2f}",
+            _each(run, "loss"), _each(run, "loss_topk"), f"{run['speed'] / 1e3:,.0f}",
+            _percent(run["sampling_accuracy"]), _percent(run["dead_token_ratio"]),
             _number(run["max_vio"]), _number(run["entropy"]),
         )
         for run in runs
     ]  # fmt: skip
-    header = ("run", "model", "parameters, M", "tokens, M", "PFLOP", "loss, threshold", "loss, top-k",
+    header = ("run", "model", "parameters, M", "learning rate", "tokens, M", "PFLOP", "loss, threshold", "loss, top-k",
               "1000 tokens/s", "sampling accuracy, %", "dead tokens, %", "MaxVio", "entropy")  # fmt: skip
     return markdown(header, lines)
 
@@ -241,26 +243,28 @@ def tasks_table(runs: list[dict]) -> list[str]:
 
 
 def comparison(runs: list[dict]) -> list[str]:
-    """What the paper found, and whether these runs agree: a line for each pair of runs that tells of it."""
+    """What the paper found, and whether these runs agree: a line for each pair of runs that tells of it. Runs from
+    scratch are compared with those of the same learning rate."""
 
-    def find(router, recursions=None, kv=None, how=False, scratch=True):
+    def find(router, recursions=None, kv=None, how=False, scratch=True, rate=None):
         return [run for run in runs if run["config"].router == router and bool(run["how"]) != scratch
                 and recursions in (None, run["config"].num_recursions) and kv in (None, run["config"].kv)
-                and how in (False, run["how"])]  # fmt: skip
+                and how in (False, run["how"]) and rate in (None, run["train"]["learning_rate"])]  # fmt: skip
 
     lines = []
     for better in find("none") + find("expert_choice"):
-        config = better["config"]
+        config, rate = better["config"], better["train"]["learning_rate"]
         count, kv = config.num_recursions, config.kv
         if config.router == "none":
             if count == 1:
-                lines += [_verdict(better, other) for other in find("none") if other["config"].num_recursions > 1]
+                recursive = [other for other in find("none", rate=rate) if other["config"].num_recursions > 1]
+                lines += [_verdict(better, other) for other in recursive]
             continue
-        lines += [_verdict(better, other) for other in find("none", count)]
-        lines += [_verdict(better, other, NEAR) for other in find("none", 1)]
-        lines += [_verdict(better, other) for other in find("token_choice", count, kv)]
+        lines += [_verdict(better, other) for other in find("none", count, rate=rate)]
+        lines += [_verdict(better, other, NEAR) for other in find("none", 1, rate=rate)]
+        lines += [_verdict(better, other) for other in find("token_choice", count, kv, rate=rate)]
         if kv == "recursion_wise":
-            lines += [_verdict(better, other) for other in find("expert_choice", count, "shared")]
+            lines += [_verdict(better, other) for other in find("expert_choice", count, "shared", rate=rate)]
     for better in find("none", scratch=False):
         if better["config"].num_recursions == 1:
             worse = [other for other in find("none", scratch=False) if other["config"].num_recursions > 1]
@@ -302,7 +306,7 @@ def results_section(path: Path) -> str:
         return NONE
     runs.sort(key=lambda run: (bool(run["how"]), run["name"]))
     parts = [
-        "Made on " + "; ".join(sorted({_made(*made) for run in runs for made in run["made"]})) + ".",
+        "Made on " + "; ".join(_machines(made for run in runs for made in run["made"])) + ".",
         "\n".join(results_table(runs)),
         "![Validation loss](training.png)",
         "\n".join(tasks_table(runs + untrained)),
@@ -314,12 +318,14 @@ def results_section(path: Path) -> str:
 
 def chart(runs: list[dict], image: Path) -> None:
     """Validation loss (threshold) over training operations. Needs matplotlib."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
 
     groups = [[run for run in runs if bool(run["how"]) == how] for how in (False, True)]
     groups = [group for group in groups if group]
-    figure = Figure(figsize=(7 * len(groups), 5), layout="constrained")
+    figure = Figure(figsize=(8 * len(groups), 5), layout="constrained")
     for axes, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
         for run in group:
             style = "--" if run["config"].kv == "shared" else ":" if run["config"].router == "none" else "-"
             look = {"label": run["name"]}
@@ -328,7 +334,7 @@ def chart(runs: list[dict], image: Path) -> None:
                 look = {"color": line.get_color()}
         axes.set_xlabel("training operations (PFLOP)")
         axes.set_ylabel("validation loss (nats), threshold routing")
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(image, format="png", dpi=120)
 
 
@@ -345,9 +351,13 @@ def _each(run: dict, name: str) -> str:
     return ", ".join(_number(value) for value in run[f"{name}_of_each"])
 
 
-def _made(*facts: str | None) -> str:
-    device, torch, triton, commit = (fact or "unknown" for fact in facts)
-    return f"{device}, torch {torch}, Triton {triton}, commit {commit[:10]}"
+def _machines(made: Iterable[tuple]) -> list[str]:
+    """Each machine with the commits that ran there."""
+    commits: dict[str, set[str]] = {}
+    for facts in made:
+        device, torch, triton, commit = (fact or "unknown" for fact in facts)
+        commits.setdefault(f"{device}, torch {torch}, Triton {triton}", set()).add(commit[:10])
+    return [f"{machine}, commit {', '.join(sorted(of))}" for machine, of in sorted(commits.items())]
 
 
 def _percent(value: float | None) -> str:

@@ -54,7 +54,7 @@ def write(folder, name, losses, model=None, mix=(1.0,), tasks=None, seed=0, **re
     out.mkdir()
     config = MoRConfig(**SMALL, **(model or {}))
     record = {"processes": 3, "model": config.to_dict(), "train": {"steps": 20, "batch_size": 2, "accumulation": 2,
-              "sequence_length": 8, "seed": seed}, **record}  # fmt: skip
+              "sequence_length": 8, "learning_rate": 0.001, "seed": seed}, **record}  # fmt: skip
     (out / "run.json").write_text(json.dumps(record))
     metrics = {"sampling_accuracy": 0.9, "dead_token_ratio": 0.25} if config.router == "expert_choice" else {}
     metrics = {"max_vio": 0.5, "entropy": 0.6} if config.router == "token_choice" else metrics
@@ -121,8 +121,8 @@ def test_the_page_says_what_the_folders_hold(tmp_path, page):
     assert text.startswith("above\n<!-- runs") and text.endswith("<!-- /runs -->\nbelow\n")
     assert training_runs.NONE not in text and (tmp_path / "training.png").stat().st_size > 1000
     card = "A Card, torch 2.11, Triton 3.6, commit"
-    assert f"Made on {card} 0123456789; {card} unknown.\n" in text
-    row = "| expert-2 | MoR, expert-choice, Nr 2, recursion_wise | 1.2 | 0.0 | 0.00 | 3.030 | 2.905 | 11 |"
+    assert f"Made on {card} 0123456789, unknown.\n" in text
+    row = "| expert-2 | MoR, expert-choice, Nr 2, recursion_wise | 1.2 | 0.001 | 0.0 | 0.00 | 3.030 | 2.905 | 11 |"
     assert row in text and "| expert-2 | 1.062 | 25.0 ± 3.1 | 50.0 ± 12.5 |" in text
     assert "| dense, untrained here | 1.062 | 75.0 ± 6.2 | - |" in text and "bits a byte | LD | mine |" in text
 
@@ -168,6 +168,18 @@ def test_seeds_are_one_line_and_a_run_replaces_one_of_its_name(tmp_path, page):
     assert (training_runs.RECORD.read_text(), page.read_text()) == before
     assert training_runs.main([str(other)]) == 0
     assert "; unknown, torch 2.11, Triton 3.6, commit unknown." in page.read_text()
+
+
+def test_runs_of_other_rates_are_lines_of_their_own_and_compared_with_none(tmp_path, page):
+    runs = [write(tmp_path, name, (4.0, loss)) for name, loss in (("vanilla", 3.0), ("vanilla-fast", 3.5))]
+    runs.append(write(tmp_path, "expert-2", (4.0, 3.4), EXPERT, (0.5, 0.5)))
+    record = json.loads((runs[1] / "run.json").read_text())
+    record["train"]["learning_rate"] = 0.004
+    (runs[1] / "run.json").write_text(json.dumps(record))
+    assert training_runs.main([str(run) for run in runs]) == 0
+    text = page.read_text()
+    assert "| vanilla | vanilla | 1.2 | 0.001 |" in text and "| vanilla-fast | vanilla | 1.2 | 0.004 |" in text
+    assert "above vanilla 3.000: **not" in text and "above vanilla-fast" not in text
 
 
 def test_without_runs_and_with_half_a_run(tmp_path):

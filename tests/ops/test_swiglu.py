@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from mor_kernels import ops
 from tests import strategies as s
 
-backward = torch.ops.mor_kernels.swiglu_backward
 widths = st.one_of(st.sampled_from([0, 1, 2, 3, 8, 16, 24, 127, 130, 256, 520, 1032, 1100]), st.integers(1, 40))
+
+
+def backward(d_h, gate_up, backend):
+    """The gradient of gate_up, and h, which the operator writes in place of d_h."""
+    h = d_h.clone()  # of the same strides, where these are dense
+    return torch.ops.mor_kernels.swiglu_backward_(h, gate_up, backend), h
 
 
 def plain(gate_up, weight):
@@ -38,7 +43,7 @@ def check_values(got, gate_up, d_h=None):
     h = F.silu(gate) * up
     want = (h,) if d_h is None else (*torch.autograd.grad(h, exact, d_h.cpu().double()), h)
     for name, one, other in zip(("d_gate_up", "h") if len(want) == 2 else ("h",), got, want, strict=True):
-        assert one.dtype == gate_up.dtype and one.is_contiguous()
+        assert one.dtype == gate_up.dtype and (name == "h" or one.is_contiguous())
         # halves are rounded once; in fp32 and fp64 each factor is. Below the smallest normal number steps don't shrink
         roundings, slack = 0.5 if gate_up.dtype in s.HALVES else 8, smallest(gate_up.dtype)
         s.assert_close(one, other, gate_up.dtype, roundings, name, slack=slack)

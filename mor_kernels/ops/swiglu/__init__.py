@@ -19,15 +19,15 @@ _forward = define(
     triton=deferred(f"{__name__}.triton", "swiglu"),
 )
 _backward = define(
-    "swiglu_backward(Tensor d_h, Tensor gate_up, str backend) -> (Tensor d_gate_up, Tensor h)",
-    fake=lambda d_h, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(d_h.shape)),
-    eager=eager.swiglu_backward,
-    triton=deferred(f"{__name__}.triton", "swiglu_backward"),
+    "swiglu_backward_(Tensor(a!) d_h, Tensor gate_up, str backend) -> Tensor d_gate_up",  # and d_h becomes h
+    fake=lambda d_h, gate_up: gate_up.new_empty(gate_up.shape),
+    eager=eager.swiglu_backward_,
+    triton=deferred(f"{__name__}.triton", "swiglu_backward_"),
 )
 
 
 class _SwigluLinear(torch.autograd.Function):
-    """Of tokens as rows (n, 2F). h isn't kept: the kernel that writes the gradients writes it anew on the way."""
+    """Of tokens as rows (n, 2F). h isn't kept: the kernel that reads its gradient writes it anew in place of that."""
 
     @staticmethod
     def forward(ctx, gate_up, weight, backend):
@@ -42,7 +42,8 @@ class _SwigluLinear(torch.autograd.Function):
         needs_gate_up, needs_weight, _ = ctx.needs_input_grad
         d_gate_up = None
         if needs_gate_up:
-            d_gate_up, h = _backward(d_y @ weight, gate_up, ctx.backend)
+            h = d_y @ weight  # its gradient, until the next line
+            d_gate_up = _backward(h, gate_up, ctx.backend)
         elif needs_weight:
             h = _forward(gate_up, ctx.backend)
         return d_gate_up, d_y.mT @ h if needs_weight else None, None
@@ -52,7 +53,8 @@ def swiglu_linear(gate_up: torch.Tensor, weight: torch.Tensor, *, backend: str |
     """``(silu(gate) * up) @ weight.T`` of a fused projection ``[gate | up]``.
 
     Nothing but gate_up and weight is kept for the backward pass, where one kernel reads the gradient, gate and up once
-    and writes the gradient of both, as one tensor, together with the gated values that the gradient of weight takes.
+    and writes the gradient of both, as one tensor, and in place of the one that it read the gated values, which the
+    gradient of weight takes.
 
     Args:
         gate_up: (..., 2F), gates and then values; bf16, fp16, fp32 or fp64; any strides.

@@ -16,8 +16,10 @@ def swiglu(gate_up):
     return (gate * sigma * up).to(gate_up.dtype)
 
 
-def swiglu_backward(d_h, gate_up):
+def swiglu_backward_(d_h, gate_up):
+    """The gradient of gate_up; d_h becomes h."""
     gate, up, sigma = _halves(gate_up)
-    d_h, silu = d_h.to(gate.dtype), gate * sigma
-    d_gate = d_h * up * sigma * (1 + gate * (1 - sigma))
-    return torch.cat((d_gate, d_h * silu), -1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
+    d, silu = d_h.to(gate.dtype), gate * sigma
+    d_gate_up = torch.cat((d * up * sigma * (1 + gate * (1 - sigma)), d * silu), -1).to(gate_up.dtype)
+    d_h.copy_(silu * up)
+    return d_gate_up

@@ -8,6 +8,7 @@ columns, five times 512.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -43,17 +44,18 @@ def _swiglu(gate_up, h, n, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLU
 
 @triton.jit(do_not_specialize=["n"])
 def _swiglu_backward(
-    d_h, gate_up, d_gate_up, h, n, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    d_h, gate_up, d_gate_up, n, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    """d_h becomes h."""
     row, column, mask = _place(n, WIDTH, ROWS, COLUMNS)
-    dtype = h.dtype.element_ty
-    d = tl.load(d_h + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    dtype, place = d_h.dtype.element_ty, d_h + row * WIDTH + column
+    d = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     gate, up, sigma = _load(gate_up, row, column, mask, stride, WIDTH)
     silu = gate * sigma
     target = d_gate_up + row * (2 * WIDTH) + column
     tl.store(target, (d * up * sigma * (1 + gate * (1 - sigma))).to(dtype), mask=mask)
     tl.store(target + WIDTH, (d * silu).to(dtype), mask=mask)
-    tl.store(h + row * WIDTH + column, (silu * up).to(dtype), mask=mask)
+    tl.store(place, (silu * up).to(dtype), mask=mask)
 
 
 def columns_of(width: int) -> int:
@@ -63,7 +65,7 @@ def columns_of(width: int) -> int:
     return min(WIDTHS, key=lambda columns: -width % columns)
 
 
-def _launch(kernel, d_h, gate_up, outs):
+def _launch(kernel, gate_up, out, *d_h):
     gate_up = gate_up.flatten(0, -2)
     if gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
@@ -71,19 +73,23 @@ def _launch(kernel, d_h, gate_up, outs):
     columns = columns_of(width)
     rows = max(BYTES // gate_up.element_size() // columns, 1)
     kernel[(triton.cdiv(n, rows) * triton.cdiv(width, columns),)](
-        *d_h, gate_up, *outs, n, gate_up.stride(0), WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=4
+        *d_h, gate_up, out, n, gate_up.stride(0), WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=4
     )
 
 
 def swiglu(gate_up):
     h = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     if h.numel():
-        _launch(_swiglu, (), gate_up, (h,))
+        _launch(_swiglu, gate_up, h)
     return h
 
 
-def swiglu_backward(d_h, gate_up):
-    d_gate_up, h = gate_up.new_empty(gate_up.shape), gate_up.new_empty(d_h.shape)
-    if h.numel():
-        _launch(_swiglu_backward, (d_h.contiguous(),), gate_up, (d_gate_up, h))
-    return d_gate_up, h
+def swiglu_backward_(d_h, gate_up):
+    torch.autograd.graph.increment_version(d_h)  # PyTorch doesn't see a kernel's writes
+    d_gate_up = gate_up.new_empty(gate_up.shape)
+    if d_h.numel():
+        rows = d_h.contiguous()
+        _launch(_swiglu_backward, gate_up, d_gate_up, rows)
+        if rows is not d_h:
+            d_h.copy_(rows)
+    return d_gate_up
