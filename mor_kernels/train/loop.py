@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -136,7 +137,7 @@ class Graphs:
         self.parameters, self.forward_backward = list(parameters), forward_backward
         self.graphs: dict[Hashable, tuple] = {}
         self.pool = None
-        self.stream = torch.cuda.Stream(self.parameters[0].device)  # one, since each keeps the memory that it has had
+        self.stream = _side_stream(self.parameters[0].device)
 
     def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
@@ -176,6 +177,12 @@ class Graphs:
     def _forget(self):
         for parameter in self.parameters:
             parameter.grad = None
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs: each stream keeps what memory it has had, and a workspace for matrix products."""
+    return torch.cuda.Stream(device)
 
 
 class _Memory:

@@ -48,13 +48,15 @@ def _swiglu_backward(
 ):
     """d_h becomes h."""
     row, column, mask = _place(n, WIDTH, ROWS, COLUMNS)
-    dtype, place = d_h.dtype.element_ty, d_h + row * WIDTH + column
+    dtype = d_h.dtype.element_ty
+    place = d_h + row * WIDTH + column
     d = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     gate, up, sigma = _load(gate_up, row, column, mask, stride, WIDTH)
     silu = gate * sigma
     target = d_gate_up + row * (2 * WIDTH) + column
     tl.store(target, (d * up * sigma * (1 + gate * (1 - sigma))).to(dtype), mask=mask)
     tl.store(target + WIDTH, (d * silu).to(dtype), mask=mask)
+    tl.debug_barrier()  # other threads may write here than have read
     tl.store(place, (silu * up).to(dtype), mask=mask)
 
 
