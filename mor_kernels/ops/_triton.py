@@ -21,6 +21,13 @@ RADIANS = tl.constexpr(2 * math.pi / 2**64)  # in a 64-bit fraction of a turn
 
 
 @triton.jit
+def quotient(number, divisor, count):
+    """number // divisor of int64 numbers below ``count``, and of others anything: of 32 bits if these hold the count,
+    since a division of 64 takes a hundred instructions."""
+    return (number.to(count.dtype) // divisor).to(tl.int64)
+
+
+@triton.jit
 def bounded(value, largest):
     """Infinities as the largest finite number; NaN stays."""
     value = tl.where(value > largest, largest, value)

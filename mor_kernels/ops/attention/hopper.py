@@ -54,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._layout import contiguous
+from .._triton import quotient
 from ._triton import cleared, cleared_gradients
 from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _statistic
 
@@ -485,9 +486,12 @@ def _prepare(
     at = row[:, None] * D + tl.arange(0, D)[None, :]
     d_out_tile = tl.load(d_out + at, mask=inside[:, None], other=0.0).to(tl.float32)
     out_tile = tl.load(out + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    query, head = row // heads, row % heads
-    sequence = 0 if PACKED else query // q_rows
-    statistic = (sequence * heads + head) * q_rows + (query if PACKED else query % q_rows)
+    query = quotient(row, heads, rows)
+    head, sequence = row - query * heads, 0
+    if not PACKED:
+        sequence = quotient(query, q_rows, rows)
+        query -= sequence * q_rows
+    statistic = (sequence * heads + head) * q_rows + query
     value = tl.sum(d_out_tile * out_tile, 1)
     if d_lse is not None:
         value -= tl.load(d_lse + statistic, mask=inside, other=0.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._triton import cos_sin, frequencies, step_of
+from .._triton import cos_sin, frequencies, quotient, step_of
 from ._layout import batched, split
 
 BYTES = 2048  # of each half of a head, in a tile: 16 a thread
@@ -53,15 +53,16 @@ def _rope(
     HALF: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Tokens and heads of out_q, out_k and out_v, which is copied; token b * length + n stands at (b, n)."""
-    program = tl.program_id(0).to(tl.int64)
-    token = program // shares * TOKENS + tl.arange(0, TOKENS)
-    b, n = token // length, token % length
+    program = tl.program_id(0)
+    token = (program // shares).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    b = quotient(token, length, tokens)
+    n = token - b * length
     i = tl.arange(0, 2**BITS)
     inside = token < tokens
     position = tl.load(positions + b * p_b + n * p_n, mask=inside, other=0).to(tl.int64) * direction
     cos, sin = cos_sin(position[:, None] * frequencies(step_high, step_low, BITS)[None, :])
     mask = inside[:, None] & (i < HALF)[None, :]
-    first = program % shares * share
+    first = (program % shares * share).to(tl.int64)
     last = tl.minimum(first + share, q_heads + k_heads + v_heads)
     rows, out_rows = b * q_b + n * q_n, token * out_q_n
     _rotate(q, out_q, cos, sin, rows, out_rows, i, mask, q_h, first, tl.minimum(last, q_heads), HALF)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._layout import contiguous
-from .._triton import FLOAT_MAX, activate, bounded, find, gate, inverse_of, place, tile
+from .._triton import FLOAT_MAX, activate, bounded, find, gate, inverse_of, place, quotient, tile
 
 WHOLE = 2048  # logits that one program can select among: all of most training sequences
 CHUNK = 1024  # of a longer sequence: what is wanted at once takes fewer registers
@@ -413,7 +413,7 @@ def _route_backward(
     slot = tl.load(slots + row, mask=row < rows, other=-1)
     gradient = tl.load(gradients + row, mask=row < rows, other=0.0)
     for _ in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        b = row // length
+        b = quotient(row, length, rows)
         source = d_rows + ((b * k + slot) * width)[:, None] + d[None, :]
         value = tl.load(source, mask=(slot >= 0)[:, None] & columns, other=0.0).to(tl.float32)
         if weight is not None:
