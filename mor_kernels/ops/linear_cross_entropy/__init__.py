@@ -24,6 +24,12 @@ _cross_entropy = define(
     eager=eager.cross_entropy_,
     triton=deferred(f"{__name__}.triton", "cross_entropy_"),
 )
+_scaled = define(
+    "scaled(Tensor x, Tensor factor, ScalarType dtype, str backend) -> Tensor",
+    fake=lambda x, factor, dtype: x.new_empty(x.shape, dtype=dtype),
+    eager=eager.scaled,
+    triton=deferred(f"{__name__}.triton", "scaled"),
+)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -52,16 +58,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(d_weight, logits.T, x[chunk])
             del logits  # before the next chunk's are there
         ctx.save_for_backward(d_x, d_weight)
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.backend = weight.dtype, backend
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_total):
-        d_x, d_weight = ctx.saved_tensors
-        if d_x is not None:  # in d_total's fp32: rounded, one over the number of targets would be off alike for all
-            d_x = (d_x.to(d_total.dtype) * d_total).to(d_x.dtype)
-        return d_x, None if d_weight is None else (d_weight * d_total).to(ctx.dtype), None, None, None, None
+        gradients = (None if d is None else _scaled(d, d_total, ctx.dtype, ctx.backend) for d in ctx.saved_tensors)
+        return *gradients, None, None, None, None
 
 
 def linear_cross_entropy(

@@ -19,3 +19,8 @@ def cross_entropy_(logits, targets, gradient):
     if gradient:
         logits.copy_(scores.exp_().scatter_(1, at, negated.expm1()).masked_fill_(none, 0))
     return negated.neg_().masked_fill_(none, 0)[:, 0]
+
+
+def scaled(x, factor, dtype):
+    """x * factor, rounded once; PyTorch would round the factor to the dtype of x first."""
+    return (x.to(factor.dtype) * factor).to(dtype)
