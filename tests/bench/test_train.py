@@ -168,7 +168,7 @@ KERNELS = {
     "elementwise": [
         "triton_poi_fused__to_copy_copy_add_gather_scatter_add_sort_0", "triton_red_fused__scaled_dot_product_flash_mm",
         "triton_per_fused_topk_mul_sum_native_layer_norm_7", "_rope", "_swiglu", "_swiglu_backward", "_cross_entropy",
-        "_add_rms_norm", "_add_rms_norm_backward",
+        "_add_rms_norm", "_add_rms_norm_backward", "_sum_rows", "_scaled",
         "void mor::(anonymous namespace)::rope_kernel<__nv_bfloat16>(mor::Params)",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 3ul>(int)",
     ],
@@ -178,7 +178,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::CopyFunctor<float>>(long)",
     ],
     "routing": [
-        "_route", "_route_backward", "_backward_of_slots", "_aux", "_aux_backward", "_sum_partials", "_gather",
+        "_route", "_route_backward", "_backward_of_slots", "_aux", "_aux_backward", "_gather",
         "_scatter", "_scatter_backward", "_logit_gradients", "_pack", "_choose_backward",
         "_balance_parts", "_z", "_invert", "_gather_backward",
         "void mor::(anonymous namespace)::scatter_back_kernel<__nv_bfloat16, __nv_bfloat16, 8, 1>(int)",

@@ -38,7 +38,7 @@ _backward = define(
     "add_rms_norm_backward(Tensor d_h, Tensor d_total, Tensor total, Tensor rstd, Tensor weight, str backend)"
     " -> (Tensor d, Tensor h, Tensor d_weight)",
     fake=lambda d_h, d_total, total, rstd, weight: (
-        _like(total, total.dtype), _like(total, d_h.dtype), _like(weight, wide(weight.dtype))
+        _like(total, total.dtype), _like(total, d_h.dtype), _like(weight, weight.dtype)
     ),
     eager=eager.add_rms_norm_backward,
     triton=deferred(f"{__name__}.triton", "add_rms_norm_backward"),
@@ -71,7 +71,7 @@ class _RMSNormLinear(torch.autograd.Function):
         return (
             d.to(x_dtype) if needs_x else None,
             d.to(add_dtype) if needs_add else None,
-            d_norm.to(norm_weight.dtype) if needs_norm else None,
+            d_norm if needs_norm else None,
             d_y.mT @ h if needs_weight else None,
             None,
             None,

@@ -17,4 +17,4 @@ def add_rms_norm_backward(d_h, d_total, total, rstd, weight):
     unit = total * rstd[:, None]
     gradient = of_h * weight
     through = rstd[:, None] * (gradient - unit * (gradient * unit).mean(1, keepdim=True))
-    return (d_total + through).to(dtype), (unit * weight).to(d_h.dtype), (of_h * unit).sum(0).to(wide(weight.dtype))
+    return (d_total + through).to(dtype), (unit * weight).to(d_h.dtype), (of_h * unit).sum(0).to(weight.dtype)

@@ -4,8 +4,8 @@
     d_s = d_s (of the sum itself) + r (d_u - u mean(d_u u)),  d_u = d_h w;  d_w = sum over rows of d_h u
 
 A program has whole rows, each in the registers of as few warps as can be: their means take no shared memory then. In
-the backward pass it goes through many tiles of rows and sums d_w up on the way; the sums of all programs are added by
-PyTorch, in an order that doesn't change.
+the backward pass it goes through many tiles of rows and sums d_w up on the way; another kernel adds the sums of all
+programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .._dispatch import properties
-from .._numeric import wide
+from .._triton import sum_rows
 
 ELEMENTS = 4096  # of a tile: 32 a thread; half as many if rows aren't whole vectors, and each has its own address
 PROGRAMS = 3  # of the backward pass for each multiprocessor: registers have room for so many at once
@@ -106,4 +106,4 @@ def add_rms_norm_backward(d_h, d_total, total, rstd, weight):
             d_h.contiguous(), d_total.contiguous(), total.contiguous(), rstd, weight.contiguous(), d, h, parts, n,
             **constants,
         )  # fmt: skip
-    return d, h, parts.sum(0).to(wide(weight.dtype))
+    return d, h, sum_rows(parts, weight.dtype)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._layout import contiguous
-from .._triton import FLOAT_MAX, activate, bounded, find, gate, inverse_of, place, quotient, tile
+from .._triton import FLOAT_MAX, activate, bounded, find, gate, inverse_of, place, quotient, sum_rows, tile
 
 WHOLE = 2048  # logits that one program can select among: all of most training sequences
 CHUNK = 1024  # of a longer sequence: what is wanted at once takes fewer registers
@@ -429,17 +429,6 @@ def _route_backward(
         tl.store(partial + tl.program_id(0).to(tl.int64) * width + d, tl.sum(total, 0), mask=d < width)
 
 
-@triton.jit(do_not_specialize=["programs"])
-def _sum_partials(partial, d_weight, programs, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    d = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(0, programs, ROWS):
-        p = start + tl.arange(0, ROWS)
-        source = partial + p[:, None] * width + d[None, :]
-        total += tl.load(source, mask=(p < programs)[:, None] & (d < width)[None, :], other=0.0)
-    tl.store(d_weight + d, tl.sum(total, 0), mask=d < width)
-
-
 def route_backward(
     d_rows, d_gates, d_logits, x, weight, logits, candidates, seqlens, indices, activation, alpha, temperature
 ):
@@ -468,7 +457,4 @@ def route_backward(
         )  # fmt: skip
     if weight is None:
         return d_x, x.new_empty(0), d_ready
-    d_weight = torch.empty(width, dtype=weight.dtype, device=x.device)
-    if width:
-        _sum_partials[(triton.cdiv(width, 16),)](partial, d_weight, programs, width, ROWS=512, WIDTH=16, num_warps=8)
-    return d_x, d_weight, d_logits.new_empty(0)
+    return d_x, sum_rows(partial, weight.dtype), d_logits.new_empty(0)
