@@ -60,8 +60,9 @@ def test_norm_and_gradient(device, backend, rows, width, scale, adds, seed, dtyp
     budget = roundings * torch.finfo(dtype).eps * d.abs() + 16 * wide * sizes.expand_as(d) + least
     assert ((got[0].cpu().double() - d).abs() <= budget).all(), "d"
     unit = exact.detach() * rstd.cpu().double()[:, None]
-    budget = 16 * wide * (d_h.cpu().double() * unit).abs().sum(0)  # of a sum of so many
-    budget += roundings * torch.finfo(dtype).eps * d_gains.abs() + least
+    budget = 16 * wide * (d_h.cpu().double() * unit).abs().sum(0) + least  # of a sum of so many
+    if dtype in s.HALVES:
+        budget += roundings * torch.finfo(dtype).eps * d_gains.abs()
     assert ((got[2].cpu().double() - d_gains).abs() <= budget).all(), "d_weight"
 
 
