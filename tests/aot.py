@@ -172,6 +172,7 @@ def scenarios() -> Iterator[Callable]:
         x, gains, weight = (floats(*shape, dtype=dtype) for shape in ((B, N, width), (width,), (64, width)))
         for add in (None, x):
             yield partial(ops.rms_norm_linear, x, gains, weight, add=add)
+        yield partial(ops.rms_norm, x, gains, add=x)
 
     for size, dtype in ((49152, BF16), (50257, BF16), (49152, FP16), (1000, FP32), (17, FP32)):
         x, weight = floats(B * N, 64, dtype=dtype), floats(size, 64, dtype=dtype)

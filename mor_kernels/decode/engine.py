@@ -569,16 +569,16 @@ class Engine:
         return torch.stack([function(r, x) for r in present.tolist()]).gather(0, which[None])[0]
 
     def _leave(self, tokens: _Tokens, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Last layer; the tokens' keys and values are then complete. Returns states (n, D)."""
+        """Last layer; the tokens' keys and values are then complete. Returns normalised states (n, D), for the head."""
         if not self.cache.ends:
-            return tokens.x
+            return self.model.last_layer(tokens.x, tokens.positions, None)
         plan = self.cache.plan_ends(slots, tokens.positions, cu_seqlens)
         x = self.model.last_layer(tokens.x, tokens.positions, functools.partial(plan.attend, 1))
         plan.commit()
         return x
 
     def _emit(self, requests: list[_Request], x: Tensor) -> None:
-        """Choose the next token of each request from the state x (m, D) of its newest, and feed it in or end."""
+        """Choose the next token of each request from the last state x (m, D) of its newest, and feed it in or end."""
         if not requests:
             return
         slots = self._ints(r.slot for r in requests)

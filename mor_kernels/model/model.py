@@ -121,23 +121,24 @@ class MoR(nn.Module):
         return layer(x, add, *arguments)
 
     def first_layer(self, x, positions, attend):
-        return self._end(0, x, positions, attend)
+        if self.config.has_own_ends:
+            x, add = self._layer(0, x, None, positions, attend)
+            x = x + add
+        return x
 
     def last_layer(self, x, positions, attend):
-        return self._end(-1, x, positions, attend)
-
-    def _end(self, index, x, positions, attend):
-        if not self.config.has_own_ends:
-            return x
-        x, add = self._layer(index, x, None, positions, attend)
-        return x + add
+        """And the norm before the head."""
+        add = None
+        if self.config.has_own_ends:
+            x, add = self._layer(-1, x, None, positions, attend)
+        return ops.rms_norm(x, self.norm.weight, self.norm.eps, add=add)[1]
 
     @property
     def head_weight(self):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def head(self, x):
-        return F.linear(self.norm(x), self.head_weight)
+        return F.linear(x, self.head_weight)
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
         """See :meth:`MoRConfig.kept`."""
@@ -207,7 +208,7 @@ class MoR(nn.Module):
                 rows = values.flatten(0, 1).to(wide(values.dtype))
                 total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
             else:
-                total = ops.linear_cross_entropy(self.norm(x), self.head_weight, targets)
+                total = ops.linear_cross_entropy(x, self.head_weight, targets)
             losses = {"lm": total / count, **losses}
             coefficients = {
                 "lm": 1.0,

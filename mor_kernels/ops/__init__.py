@@ -27,7 +27,7 @@ from .losses import (
 from .pack import Depths, Packed, choose_depths, pack_depths
 from .paged_attention import attention_schedule, paged_attention
 from .pages import Pages, Taken, commit_pages_, free_pages_, take_pages_
-from .rms_norm import rms_norm_linear
+from .rms_norm import rms_norm, rms_norm_linear
 from .rope import rope, rope_qkv
 from .route import Routed, route
 from .scatter_back import scatter_back, scatter_back_
@@ -57,6 +57,7 @@ __all__ = [
     "max_vio",
     "pack_depths",
     "paged_attention",
+    "rms_norm",
     "rms_norm_linear",
     "rope",
     "rope_qkv",

@@ -97,6 +97,8 @@ CASES = {
     "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [PLACES]),
     "rope_qkv": (lambda x, p: ops.rope_qkv(x, 3, p), [(2, 5, 5, 4)], [PLACES]),
     "swiglu_linear": (lambda x, w: ops.swiglu_linear(x, w), [(2, 5, 6), (4, 3)], []),
+    "rms_norm": (lambda x, g: ops.rms_norm(x, g), [(2, 5, 6), (6,)], []),
+    "rms_norm_add": (lambda x, a, g: ops.rms_norm(x, g, 0.1, add=a), [(2, 5, 6), (2, 5, 6), (6,)], []),
     "rms_norm_linear": (lambda x, g, w: ops.rms_norm_linear(x, g, w), [(2, 5, 6), (6,), (4, 6)], []),
     "rms_norm_linear_add": (
         lambda x, a, g, w: ops.rms_norm_linear(x, g, w, 0.1, add=a),

@@ -110,7 +110,7 @@ def test_equals_formula(device, backend, lead, width, size, seed, dtype, strided
 @pytest.mark.parametrize("wanted", ["x", "weight", "both"])
 def test_chunks_and_gradients_of_what_needs_one(monkeypatch, device, backend, rows, wanted):
     """In chunks of three rows; in evaluation the same loss, and no gradient is computed."""
-    monkeypatch.setattr(module, "CHUNK", 3)
+    monkeypatch.setattr(module, "CHUNK", 3), monkeypatch.setattr(module, "TILE", 1)
     dtype = torch.float64 if backend == "eager" else torch.float32
     x, weight = s.normal((rows, 5), 0, dtype).to(device), s.normal((11, 5), 1, dtype).to(device)
     targets = some_targets((rows,), 11, 2).to(device)
@@ -183,7 +183,7 @@ def test_a_nan_stays_in_its_row(device, backend):
 
 @s.targets("cross_entropy_")
 def test_writes_all_that_it_allocates(monkeypatch, device, backend):
-    monkeypatch.setattr(module, "CHUNK", 3)
+    monkeypatch.setattr(module, "CHUNK", 3), monkeypatch.setattr(module, "TILE", 1)
     empty = torch.Tensor.new_empty
 
     def poisoned(*args, **options):
@@ -210,7 +210,7 @@ def test_keeps_the_gradients_alone(device, backend):
 
 @s.targets("cross_entropy_")
 def test_compiles_whole_in_chunks(monkeypatch, device, backend):
-    monkeypatch.setattr(module, "CHUNK", 3)
+    monkeypatch.setattr(module, "CHUNK", 3), monkeypatch.setattr(module, "TILE", 1)
     torch._dynamo.reset()
     function = lambda *t: ops.linear_cross_entropy(*t, backend=backend)  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -91,6 +91,7 @@ CALLS = {
     "route": lambda: ops.route(x, weight, K).rows,
     "router_bias_update": lambda: ops.router_bias_update(torch.zeros(NR), counts),
     "routing_entropy": lambda: ops.routing_entropy(logits.softmax(-1).flatten(0, 1)),
+    "rms_norm": lambda: ops.rms_norm(x, floats(D))[1],
     "rms_norm_linear": lambda: ops.rms_norm_linear(x, floats(D), floats(N, D))[1],
     "sampling_accuracy": lambda: ops.sampling_accuracy(~kept, kept),
     "scatter_back": lambda: ops.scatter_back(x, routed.rows, routed.indices, routed.gates),

@@ -6,6 +6,8 @@ Liger Kernel's does the same, but asks the device twice a call (how many targets
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -16,6 +18,7 @@ from .._numeric import wide
 from . import eager
 
 CHUNK = 4096  # rows: 0.4 GB of logits in bf16 for 49,152 tokens; with fewer, the products leave a GPU partly idle
+TILE = 128  # rows of the products' tiles
 SUMS_IN_FP32 = torch.__version__ >= "2.8"  # of products of halves, see _add_product
 
 _cross_entropy = define(
@@ -40,6 +43,13 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
+def _chunks(n: int) -> Iterator[slice]:
+    """n rows in as few chunks as can be, and these alike."""
+    rows = -(-n // max(-(-n // CHUNK), 1))
+    rows = max(-(-rows // TILE), 1) * TILE
+    return (slice(start, start + rows) for start in range(0, n, rows))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Of rows (n, D). The gradients are computed in the forward pass, while a chunk's logits are there."""
 
@@ -48,8 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = x.new_empty(len(x), dtype=wide(x.dtype))
         d_x = x.new_empty(x.shape) if needs_x else None
         d_weight = weight.new_zeros(weight.shape, dtype=wide(weight.dtype)) if needs_weight else None
-        for start in range(0, len(x), CHUNK):
-            chunk = slice(start, start + CHUNK)
+        for chunk in _chunks(len(x)):
             logits = x[chunk] @ weight.T  # until their losses are known; then their gradient
             losses[chunk] = _cross_entropy(logits, targets[chunk], needs_x or needs_weight, backend)
             if needs_x:

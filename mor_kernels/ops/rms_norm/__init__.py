@@ -1,4 +1,4 @@
-"""A residual sum, its RMSNorm (Zhang and Sennrich, 2019) and the linear layer that reads the norm."""
+"""A residual sum, its RMSNorm (Zhang and Sennrich, 2019) and perhaps the linear layer that reads the norm."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _forward = define(
     triton=deferred(f"{__name__}.triton", "add_rms_norm"),
 )  # fmt: skip
 _backward = define(
-    "add_rms_norm_backward(Tensor d_h, Tensor d_total, Tensor total, Tensor rstd, Tensor weight, str backend)"
-    " -> (Tensor d, Tensor h, Tensor d_weight)",
-    fake=lambda d_h, d_total, total, rstd, weight: (
-        _like(total, total.dtype), _like(total, d_h.dtype), _like(weight, weight.dtype)
+    "add_rms_norm_backward(Tensor d_h, Tensor d_total, Tensor total, Tensor rstd, Tensor weight, bool again,"
+    " str backend) -> (Tensor d, Tensor h, Tensor d_weight)",
+    fake=lambda d_h, d_total, total, rstd, weight, again: (
+        _like(total, total.dtype), _like(total, d_h.dtype) if again else d_h.new_empty(0), _like(weight, weight.dtype)
     ),
     eager=eager.add_rms_norm_backward,
     triton=deferred(f"{__name__}.triton", "add_rms_norm_backward"),
@@ -46,16 +46,18 @@ _backward = define(
 
 
 class _RMSNormLinear(torch.autograd.Function):
-    """Of rows (n, D). h isn't kept: the kernel that writes the gradient of the sum writes it anew on the way."""
+    """Of rows (n, D), without a linear layer if its weight is None. What that layer read isn't kept: the kernel that
+    writes the gradient of the sum writes it anew on the way."""
 
     @staticmethod
     def forward(ctx, x, add, norm_weight, weight, eps, backend):
-        total, h, rstd = _forward(x, add, norm_weight, eps, weight.dtype, backend)
+        dtype = _sum_dtype(x, add) if weight is None else weight.dtype
+        total, h, rstd = _forward(x, add, norm_weight, eps, dtype, backend)
         if add is None:  # under another name, so that the gradient of both uses of x comes here
             total = torch.ops.aten._unsafe_view(x, x.shape)
         ctx.save_for_backward(total, rstd, norm_weight, weight)
         ctx.scalars = (eps, backend, None if add is None else add.dtype, x.dtype)
-        return total, F.linear(h, weight)
+        return total, h if weight is None else F.linear(h, weight)
 
     @staticmethod
     @once_differentiable
@@ -65,7 +67,8 @@ class _RMSNormLinear(torch.autograd.Function):
         needs_x, needs_add, needs_norm, needs_weight, _, _ = ctx.needs_input_grad
         d = d_norm = None
         if needs_x or needs_add or needs_norm:
-            d, h, d_norm = _backward(d_y @ weight, d_total, total, rstd, norm_weight, backend)
+            d_h = d_y if weight is None else d_y @ weight
+            d, h, d_norm = _backward(d_h, d_total, total, rstd, norm_weight, needs_weight, backend)
         elif needs_weight:
             h = _forward(total, None, norm_weight, eps, weight.dtype, backend)[1]
         return (
@@ -108,18 +111,44 @@ def rms_norm_linear(
         weight. The sum is rounded to its dtype before it is normalised; the norm is computed in fp32 (fp64 for fp64)
         and rounded once, and so is the gradient. The products are PyTorch's. Gradients reach all four.
     """
-    op = "rms_norm_linear"
+    return _rms_norm("rms_norm_linear", x, norm_weight, weight, eps, add, backend)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-5,
+    *,
+    add: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``total = x + add`` and ``rms_norm(total)``: :func:`rms_norm_linear` without its linear layer, for the norm
+    before a head.
+
+    Args:
+        x, norm_weight, eps, add: as there; under autocast nothing is cast.
+
+    Returns:
+        (total, h), each (..., D) in the dtype of x (of the wider one, where add's is another). Gradients reach x,
+        norm_weight and add.
+    """
+    return _rms_norm("rms_norm", x, norm_weight, None, eps, add, backend)
+
+
+def _rms_norm(op, x, norm_weight, weight, eps, add, backend):
     _checks.tensor(op, "x", x, ("...", "D"))
     width = x.shape[-1]
     _checks.tensor(op, "norm_weight", norm_weight, (width,), like=x)
-    _checks.tensor(op, "weight", weight, ("O", width), like=x)
+    if op == "rms_norm_linear":
+        _checks.tensor(op, "weight", weight, ("O", width), like=x)
     if add is not None:
         _checks.tensor(op, "add", add, tuple(x.shape), like=x)
-    if dtype := _checks.autocast_dtype(x):
-        weight = weight.to(dtype)
-    else:
+    dtype = _checks.autocast_dtype(x)
+    if not dtype:
         _checks.one_dtype(op, x=x, norm_weight=norm_weight, weight=weight, add=add)
+    elif weight is not None:
+        weight = weight.to(dtype)
     rows = as_rows(x), None if add is None else as_rows(add)
     backend = resolve("add_rms_norm", backend, x)
     total, y = apply(_RMSNormLinear, *rows, norm_weight, weight, float(eps), backend)
-    return total.view(x.shape), y.view(*x.shape[:-1], weight.shape[0])
+    return total.view(x.shape), y.view(*x.shape[:-1], y.shape[-1])

@@ -11,10 +11,11 @@ def add_rms_norm(x, add, weight, eps, dtype):
     return x.new_empty(0) if add is None else total, h, rstd
 
 
-def add_rms_norm_backward(d_h, d_total, total, rstd, weight):
+def add_rms_norm_backward(d_h, d_total, total, rstd, weight, again):
     dtype = total.dtype
     total, of_h, d_total = (t.to(rstd.dtype).contiguous() for t in (total, d_h, d_total))
     unit = total * rstd[:, None]
     gradient = of_h * weight
     through = rstd[:, None] * (gradient - unit * (gradient * unit).mean(1, keepdim=True))
-    return (d_total + through).to(dtype), (unit * weight).to(d_h.dtype), (of_h * unit).sum(0).to(weight.dtype)
+    h = (unit * weight).to(d_h.dtype) if again else d_h.new_empty(0)
+    return (d_total + through).to(dtype), h, (of_h * unit).sum(0).to(weight.dtype)

@@ -62,7 +62,8 @@ def _add_rms_norm_backward(
         unit = tl.load(total + at, mask=mask, other=0.0).to(tl.float32) * r
         gradient = tl.load(d_h + at, mask=mask, other=0.0).to(tl.float32)
         d_sum = tl.load(d_total + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(h + at, (unit * w).to(h.dtype.element_ty), mask=mask)
+        if h is not None:
+            tl.store(h + at, (unit * w).to(h.dtype.element_ty), mask=mask)
         sums += gradient * unit
         gradient *= w
         mean = tl.sum(gradient * unit, 1)[:, None] / WIDTH
@@ -94,16 +95,16 @@ def add_rms_norm(x, add, weight, eps, dtype):
     return total, h, rstd
 
 
-def add_rms_norm_backward(d_h, d_total, total, rstd, weight):
+def add_rms_norm_backward(d_h, d_total, total, rstd, weight, again):
     n, width = total.shape
     constants = _tile(width)
     multiprocessors = properties(total.device)[0] or 132  # in the interpreter an H100's
     programs = min(triton.cdiv(n, constants["ROWS"]), PROGRAMS * multiprocessors)
-    d, h = torch.empty_like(total), torch.empty_like(d_h)
+    d, h = torch.empty_like(total), torch.empty_like(d_h) if again else None
     parts = rstd.new_empty(programs, width)
     if n:
         _add_rms_norm_backward[(programs,)](
             d_h.contiguous(), d_total.contiguous(), total.contiguous(), rstd, weight.contiguous(), d, h, parts, n,
             **constants,
         )  # fmt: skip
-    return d, h, sum_rows(parts, weight.dtype)
+    return d, h if again else d_h.new_empty(0), sum_rows(parts, weight.dtype)
