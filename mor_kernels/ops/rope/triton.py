@@ -16,7 +16,7 @@ from .._triton import cos_sin, frequencies, quotient, step_of
 from ._layout import batched, split
 
 BYTES = 2048  # of each half of a head, in a tile: 16 a thread
-PROGRAMS = 2048  # enough to fill a GPU
+PROGRAMS = 4096  # at least so many, that there are few that the last ones are waited for
 
 
 @triton.jit
