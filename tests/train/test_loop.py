@@ -566,6 +566,35 @@ def test_cuda_graphs_train_as_without_them(make_model, make_config, tmp_path, ki
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-3)
 
 
+@pytest.mark.parametrize("has_api", [True, False])
+def test_cublas_is_without_a_workspace_only_within(monkeypatch, has_api):
+    """Of Hopper, and of who hasn't said otherwise."""
+    variable, before, sizes = "CUBLAS_WORKSPACE_CONFIG", 2**25, [2**25]
+
+    def api(size=None):
+        sizes.extend([] if size is None else [size])
+        return sizes[-1]
+
+    def without():
+        return sizes[-1] == 0 if has_api else os.environ.get(variable) == ":0:0"
+
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
+    if has_api:
+        monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", api, raising=False)
+    for capability, given, deterministic in (((9, 0), None, False), ((8, 0), None, False), ((9, 0), ":4096:8", False),
+                                             ((9, 0), None, True)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda found=deterministic: found)
+        if given:
+            monkeypatch.setenv(variable, given)
+        with pytest.raises(KeyError), loop._without_workspace():
+            assert without() == (capability == (9, 0) and not given and not deterministic)
+            raise KeyError
+        assert os.environ.get(variable) == given and sizes[-1] == before
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", [0, 1], ids=lambda index: f"cuda:{index}")
 def test_graphs_share_memory_and_gradients_outlive_them(device):

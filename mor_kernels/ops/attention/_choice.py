@@ -112,8 +112,9 @@ def _plain(q, k, q_positions, q_lens, k_lens):
 # that comes a second time is for calls that those between don't take.
 FASTER = {
     # 512: 0.296 / 0.287 / 0.311 / 0.244; 1024: 0.424 / 0.392 / 0.441 / 0.376; 2048: 0.704 / 0.610 / 0.713 / 0.671;
-    # 8192: 2.49 / 1.90 / 2.40 / 2.47. In the benchmark, where launches don't count, cuDNN is behind at 682.
-    ("causal", "forward", 64): (("hopper", 1280), ("cudnn", 1024), ("hopper", 512)),
+    # 8192: 2.49 / 1.90 / 2.40 / 2.47. In a graph, where launches don't count, of 16 sequences, hopper / cuDNN (H200):
+    # 512: 0.044 / 0.040; 1024: 0.091 / 0.104; 2048: 0.281 / 0.334
+    ("causal", "forward", 64): (("hopper", 512), ("cudnn", 1024)),
     # 512: 0.706 / 0.653 / 0.549 / 0.358; 2048: 1.58 / 1.23 / 1.09 / 0.994; 8192: 5.03 / 3.48 / 3.71 / 3.59
     ("causal", "forward", 128): (("hopper", 8192), ("cudnn", 512), ("fa4", 512), ("hopper", 512)),
     # 1024: 1.11 / 1.06 / 1.27 / 1.50; 2048: 1.90 / 1.63 / 1.80 / 2.18; 4096: 3.60 / 2.80 / 2.94 / 3.56;

@@ -16,7 +16,7 @@ from .._triton import cos_sin, frequencies, quotient, step_of
 from ._layout import batched, split
 
 BYTES = 2048  # of each half of a head, in a tile: 16 a thread
-PROGRAMS = 4096  # at least so many, that there are few that the last ones are waited for
+PROGRAMS = 4096  # so many that the last of them keep a GPU busy for little of the time
 
 
 @triton.jit
