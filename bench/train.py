@@ -163,6 +163,10 @@ class Step:
                                            fused=inputs.ids.is_cuda)  # fmt: skip
         self.forget_graphs()
 
+    def captured(self) -> set:
+        """Sizes that there are graphs for."""
+        return set(self.graphs.graphs) if self.graphs else set()
+
     def forget_graphs(self) -> None:
         """So that the next step captures anew."""
         self.graphs = Graphs(self.model.parameters(), self.backward) if self.how == "ours, graph" else None
@@ -226,11 +230,15 @@ def check(inputs: SimpleNamespace, outputs: dict[str, torch.Tensor], ours: bool)
     return max(loss, close("gradients", distances(outputs), zero.expand(len(want)), allowed))
 
 
-def kernel_table(run) -> dict[str, dict[str, float]]:
-    """What :func:`grouped` says of one call of ``run``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
+def kernel_table(step: Step) -> dict[str, dict[str, float]]:
+    """What :func:`grouped` says of a step, of one that captures no graph: that takes several passes."""
+    while True:
+        captured = step.captured()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        if step.captured() == captured:
+            break
     return grouped(
         (event.key, event.count, event.self_device_time_total / 1e3)
         for event in profile.key_averages()

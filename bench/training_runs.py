@@ -348,7 +348,8 @@ def _number(value: float | None) -> str:
 
 def _each(run: dict, name: str) -> str:
     """The losses of all seeds."""
-    return ", ".join(_number(value) for value in run[f"{name}_of_each"])
+    found = [value for value in run[f"{name}_of_each"] if value is not None]
+    return ", ".join(_number(value) for value in found) or "-"
 
 
 def _machines(made: Iterable[tuple]) -> list[str]:
@@ -356,7 +357,7 @@ def _machines(made: Iterable[tuple]) -> list[str]:
     commits: dict[str, set[str]] = {}
     for facts in made:
         device, torch, triton, commit = (fact or "unknown" for fact in facts)
-        commits.setdefault(f"{device}, torch {torch}, Triton {triton}", set()).add(commit[:10])
+        commits.setdefault(f"{device}, torch {torch}, Triton {triton}", set()).add(commit[:7])
     return [f"{machine}, commit {', '.join(sorted(of))}" for machine, of in sorted(commits.items())]
 
 

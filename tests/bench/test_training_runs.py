@@ -121,7 +121,7 @@ def test_the_page_says_what_the_folders_hold(tmp_path, page):
     assert text.startswith("above\n<!-- runs") and text.endswith("<!-- /runs -->\nbelow\n")
     assert training_runs.NONE not in text and (tmp_path / "training.png").stat().st_size > 1000
     card = "A Card, torch 2.11, Triton 3.6, commit"
-    assert f"Made on {card} 0123456789, unknown.\n" in text
+    assert f"Made on {card} 0123456, unknown.\n" in text
     row = "| expert-2 | MoR, expert-choice, Nr 2, recursion_wise | 1.2 | 0.001 | 0.0 | 0.00 | 3.030 | 2.905 | 11 |"
     assert row in text and "| expert-2 | 1.062 | 25.0 ± 3.1 | 50.0 ± 12.5 |" in text
     assert "| dense, untrained here | 1.062 | 75.0 ± 6.2 | - |" in text and "bits a byte | LD | mine |" in text
@@ -153,8 +153,10 @@ def test_seeds_are_one_line_and_a_run_replaces_one_of_its_name(tmp_path, page):
         for name, loss, found, seed in (("", 3.0, tasks[0], 0), ("-again", 3.5, tasks[1], 1))
     )
     other = write(tmp_path, "expert-2-shared", (4.0, 3.2), {**EXPERT, "kv": "shared"}, (0.5, 0.5))
-    assert training_runs.main([str(first), str(second), str(other)]) == 0
+    dense = [str(write(tmp_path, f"vanilla-{seed}", (4.0, 3.75 + seed), seed=seed)) for seed in (0, 1)]
+    assert training_runs.main([str(first), str(second), str(other), *dense]) == 0
     text = page.read_text()
+    assert "| 3.750, 4.750 | - |" in text  # top-k is expert-choice's alone
     assert "| 3.000, 3.500 | 2.875, 3.375 |" in text and "| expert-2 | 1.062 | 62.5 ± 6.2 |" in text
     assert "again" not in text
     assert "expert-2 3.000, 3.500 (top-k 2.875, 3.375), expected below expert-2-shared 3.200" in text
