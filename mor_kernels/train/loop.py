@@ -196,7 +196,7 @@ def _without_workspace():
     before each; in a graph that is a node of its own, and 5 us pass in which nothing is computed. Without a workspace
     tiles are shared out beforehand, and the products themselves take as long."""
     variable, api = "CUBLAS_WORKSPACE_CONFIG", getattr(torch.backends.cuda, "cublas_workspace_size", None)
-    hopper = torch.cuda.get_device_capability()[0] == 9
+    hopper = torch.cuda.get_device_capability() == (9, 0)
     # who has set the variable has a reason; deterministic algorithms need it set to what PyTorch tells
     if not hopper or variable in os.environ or torch.are_deterministic_algorithms_enabled():
         yield
@@ -205,7 +205,7 @@ def _without_workspace():
     try:
         if api:
             api(0)
-        else:  # before PyTorch 2.12; it looks there before each product
+        else:  # an older PyTorch, which looks there before each product
             os.environ[variable] = ":0:0"
         yield
     finally:
