@@ -190,6 +190,10 @@ def test_under_autocast_the_product_alone_is_cast(device, backend, dtypes):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)  # a rounding of h or y to bf16, and its sum
     assert torch.equal(results[0][0], results[1][0])
+    with torch.autocast(device, dtype=torch.bfloat16):
+        without = ops.rms_norm(x, gains, add=add, backend=backend)
+    for one, other in zip(without, ops.rms_norm(x, gains, add=add.float(), backend=backend), strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)
 
 
 @s.targets("add_rms_norm")
