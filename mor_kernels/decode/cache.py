@@ -13,7 +13,7 @@ All state is on the device, and nothing here waits for it but what says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,11 +128,13 @@ class Plan:
     schedule: Tensor | None = None  # of the attention, the same in all layers
     by_position: bool = False  # keys stand at their positions: a query sees those up to its own
     by_slot: bool = False  # see PagePool.attend
+    each: bool = False  # rows and k_lens are the tokens', of which each is a lane of its own to the attention
+    split: bool = True  # see ops.attention_schedule
 
-    @property
-    def refused(self) -> Tensor:
-        """() int64, see ops.Taken."""
-        return self.rows.new_zeros(()) if self.taken is None else self.taken.refused
+    def only(self, lanes: Tensor) -> Plan:
+        """The plan for some of the lanes (R,) bool, of one token each; the others are padding."""
+        taken = self.taken._replace(slots=torch.where(lanes, self.taken.slots, -1))
+        return replace(self, rows=torch.where(lanes, self.rows, -1), taken=taken, schedule=None)
 
     def attend(self, slot: int, project, heads: int, positions: Tensor, theta: float) -> Tensor:
         """Attention at layer `slot` of the pool for n tokens' queries; see model.layers.Attend."""
@@ -143,11 +145,11 @@ class Plan:
             groups = (projected.shape[1] - heads) // 2
             q, k, v = projected.split((heads, groups, groups), 1)
             q = self.pool.append(slot, q, k, v, self.taken.slots, positions, theta)
-        lanes = {"rows": self.rows, "cu_seqlens_q": self.cu_seqlens}
+        lanes = {"rows": self.rows, "cu_seqlens_q": None if self.each else self.cu_seqlens}
         if self.schedule is None:
             heads, k_cache = q.shape[1], self.pool.k[0]
             self.schedule = ops.attention_schedule(
-                self.k_lens, heads, k_cache.shape[2], len(q), k_cache=k_cache, **lanes
+                self.k_lens, heads, k_cache.shape[2], len(q), k_cache=k_cache, split=self.split, **lanes
             )
         return self.pool.attend(
             slot,
@@ -162,11 +164,17 @@ class Plan:
 
     def commit(self) -> None:
         if self.taken is not None:
-            self.pool.commit(self.taken.rows, _offsets(self.rows, self.cu_seqlens))
+            self.pool.commit(self.taken.rows, _offsets(self.taken.rows, self.cu_seqlens))
 
 
 def _offsets(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.arange(len(rows) + 1, device=rows.device, dtype=torch.int32) if cu_seqlens is None else cu_seqlens
+
+
+def _lanes(tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers (n,) of the tokens, and of the run that each is in; of the last run, if it is in none."""
+    token = torch.arange(len(tokens), device=tokens.device, dtype=torch.int32)
+    return token, torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=len(cu_seqlens) - 2)
 
 
 class KVCache:
@@ -187,6 +195,7 @@ class KVCache:
         self.block = PagePool(len(config.recursion_layers[0]), max_sequences * self.rows_each, num_pages, *shape)
         self.ends = PagePool(2, max_sequences, end_pages, *shape) if config.has_own_ends else None
         self.seen = None
+        self.batch_invariant = False  # whether attention of a token is computed without regard to any other
         if self.kv == "hybrid":
             # the slot that a recursion's tokens see at each position, a page table with a page a token; the rows of one
             # sequence more take what padding brings
@@ -209,24 +218,20 @@ class KVCache:
         return sequences[:, None] * self.rows_each + torch.arange(self.rows_each, device=sequences.device)
 
     def plan(
-        self,
-        sequences: Tensor,
-        recursions: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor | None = None,
-        entering: bool = True,
+        self, sequences: Tensor, recursion: int | Tensor, positions: Tensor, cu_seqlens: Tensor | None = None
     ) -> Plan:
         """Plan a pass of the block and take its pages.
 
-        sequences (R,) int64, each at most once, -1 for padding; recursions (R,) int64, from 0. positions (n,) int64 of
-        the tokens in their sequences, ascending in a run; every token takes recursion 0, so its position is also its
-        place in that row. cu_seqlens (R+1,) int32: where the runs begin; None where each is one token. entering: if no
-        run is at recursion 0, kv="shared" needs no keys and values of the tokens.
-        Refused, nothing is changed, and on the CPU this raises OutOfPages.
+        sequences (R,) int64, each at most once, -1 for padding; recursion from 0, or one for each run (R,) int64.
+        positions (n,) int64 of the tokens in their sequences, ascending in a run; every token takes recursion 0, so its
+        position is also its place in that row. cu_seqlens (R+1,) int32: where the runs begin; None where each is one
+        token. Refused, nothing is changed, and on the CPU this raises OutOfPages.
         """
+        entering = not isinstance(recursion, int) or recursion == 0  # or kv="shared" needs no keys of the tokens
+        recursions = torch.full_like(sequences, recursion) if isinstance(recursion, int) else recursion
         grown = self.rows(sequences, recursions)
         if self.kv == "recursion_wise":
-            return self._plan(self.block, grown, positions, cu_seqlens)
+            return self._alone(self._plan(self.block, grown, positions, cu_seqlens))
         lengths, first = self.block.pages.lengths, sequences.clamp(min=0) * self.rows_each
         if self.kv == "shared" and not entering:
             plan = Plan(self.block, positions, cu_seqlens, sequences, lengths[first], self.block.pages.page_table)
@@ -240,11 +245,33 @@ class KVCache:
         if self.kv == "hybrid":
             self._see(sequences, recursions, positions, cu_seqlens, plan.taken.slots)
             plan.rows, plan.page_table, plan.by_slot = grown, self.seen.flatten(0, 1), True
-        return plan
+        return self._alone(plan)
 
     def plan_ends(self, sequences: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None) -> Plan:
         """Plan the first layer (slot 0 of the pool) or the last (1), which write the same places; commit after both."""
-        return self._plan(self.ends, sequences, positions, cu_seqlens)
+        return self._alone(self._plan(self.ends, sequences, positions, cu_seqlens))
+
+    def plan_place(self, positions: Tensor, lines: Tensor, places: Tensor, k_lens: Tensor) -> Plan:
+        """Plan the first or the last layer for a token of each lane, whose place :func:`ops.advance_` has taken."""
+        if self.ends is None:
+            return None
+        return self._alone(self._placed(self.ends, positions, lines, places, k_lens))
+
+    def plan_pass(self, positions, recursion, line, row, slot, k_lens) -> Plan:
+        """The same of a pass of the block; see ops.Lanes."""
+        shared = self.kv == "shared"
+        plan = self._placed(self.block, positions, line if shared else row, slot, k_lens)
+        plan.by_position = self.kv != "recursion_wise"
+        if self.kv == "hybrid":
+            self._see(line, recursion.clamp(min=0), positions, None, slot)
+            plan.k_lens = torch.where(line >= 0, positions + 1, 0).int()
+            plan.page_table, plan.by_slot = self.seen.flatten(0, 1), True
+        return self._alone(plan)
+
+    @staticmethod
+    def _placed(pool, positions, rows, slots, k_lens) -> Plan:
+        taken = ops.Taken(slots, rows, k_lens, None)
+        return Plan(pool, positions, None, rows, k_lens, pool.pages.page_table, taken)
 
     def free(self, sequences: Tensor) -> None:
         """Give back all pages of sequences (R,) int64; -1 is passed over."""
@@ -258,12 +285,25 @@ class KVCache:
         taken = pool.prepare(rows, _offsets(rows, cu_seqlens), len(positions))
         return Plan(pool, positions, cu_seqlens, taken.rows, taken.k_lens, pool.pages.page_table, taken)
 
+    def _alone(self, plan: Plan) -> Plan:
+        """If that is wanted, the plan with each token as a lane of its own, and no lane shared out."""
+        if self.batch_invariant:
+            plan.split = False
+            if plan.cu_seqlens is not None:
+                token, lane = _lanes(plan.positions, plan.cu_seqlens)
+                there = token < plan.cu_seqlens[-1]
+                last = plan.k_lens[lane]  # its keys end with the last one that the token sees
+                if not plan.by_position:
+                    last = last - (plan.cu_seqlens[lane + 1] - 1 - token)
+                plan.rows, plan.k_lens = torch.where(there, plan.rows[lane], -1), torch.where(there, last, 0)
+                plan.each = True
+        return plan
+
     def _see(self, sequences, recursions, positions, cu_seqlens, slots) -> None:
         """Note where the keys stand that count for a position at its own recursion, and for now at later ones."""
         spare = self.seen.shape[0] - 1
         if cu_seqlens is not None:
-            token = torch.arange(len(positions), device=positions.device, dtype=torch.int32)
-            lane = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=len(sequences) - 1)
+            _, lane = _lanes(positions, cu_seqlens)
             sequences, recursions = sequences[lane], recursions[lane]
         later, recursions = torch.arange(self.recursions, device=slots.device), recursions[:, None]
         counts = (later == recursions) | (later > recursions) & ((recursions == 0) | (self.base == "latest"))

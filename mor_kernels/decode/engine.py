@@ -1,37 +1,46 @@
 """Continuous depth-wise batching: sequences at different recursions share each call of the block.
 
-A request holds a slot while it runs. At each step every slot that is generating takes one pass of the block, at
+A request holds a slot while it runs. In each tick every slot that is generating takes one pass of the block, at
 whatever recursion its token has reached; where all recursions share their layers this is one call for all slots. Tokens
-that have taken their last recursion go on, in the same step, through last layer, head and sampler, and the tokens
-sampled go through embedding and first layer, ready for the next step. Prompts are computed in chunks, recursion by
-recursion.
+that have taken their last recursion go on, in the same tick, through last layer, head and sampler, and the tokens
+sampled go through embedding and first layer, ready for the next one. Prompts but for their newest token are computed in
+chunks, recursion by recursion.
+
+The device does this by itself (:mod:`.program`): on CUDA the host launches a tick while the ones before it are under
+way, and reads what came out of them later, from pinned memory. It keeps accounts of the pages that could have been
+taken in the meantime, and only where these might not suffice, it waits.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
+import heapq
+import math
 import operator
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from .. import ops
 from ..model import MoR
+from ..ops.advance._fields import NOTHING
 from .cache import KVCache
-from .sampler import SamplingParams, log_probabilities, sample
+from .program import Lane, Program
+from .sampler import SamplingParams
 from .text import TextStream
+
+AHEAD = 2  # launches that may be under way while the host prepares the next one
 
 
 class QueueFull(RuntimeError):
     """As many requests wait as may; step() or cancel() makes room."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A token of a request."""
 
     request: int
@@ -63,38 +72,38 @@ class _Request:
     seed: int
     prompt_length: int
     tokens: list[int]  # the prompt and what was generated
+    stops: frozenset[int]  # tokens that end it
     text: TextStream | None
     depths: list[int] = field(default_factory=list)  # of the positions computed so far; kept when pages are taken away
     events: list[Event] = field(default_factory=list)
     finish_reason: str | None = None
     slot: int = -1  # while it runs
-    done: int = 0  # tokens whose keys and values are complete
-    in_flight: bool = False  # the newest token is between passes of the block
-    recursion: int = 0  # passes that it has taken
+    launched: int = 0  # tokens whose computation in chunks was launched
+    done: int = 0  # tokens whose keys and values are known to be complete
+    in_flight: bool = False  # the newest token was handed to the ticks
+    fed: bool = False  # and no tick was launched since
+    shown: float = math.nan  # when the last token came out, in seconds
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are yet to be launched in chunks: all but the newest, until ticks take over."""
+        return 0 if self.in_flight else len(self.tokens) - 1 - self.launched
 
 
 @dataclass
-class _Tokens:
-    """n tokens on their way through the recursions."""
+class _Flight:
+    """A launch that is under way, and where it leaves what came out."""
 
-    positions: Tensor  # (n,) int64
-    x: Tensor  # (n, D) state
-    last: Tensor  # (n,) int64 recursions that the token takes, unless a router lets it go before
-    replayed: Tensor  # (n,) bool: `last` was recorded earlier, and no router is asked
-    logits: Tensor | None = None  # (n,) score of x by the router of the next recursion: expert-choice, linear routers
-    entry: Tensor | None = None  # (n, D) state that entered the first recursion: token-choice
-    gates: Tensor | None = None  # (n, Nr) gate at each recursion: token-choice
+    host: list[np.ndarray]
+    there: torch.cuda.Event | None
+    requests: list[_Request]
+    slots: np.ndarray  # of the requests
+    counts: np.ndarray | int  # tokens that the slots' rows may grow by
+    tick: bool
+    entering: np.ndarray | None = None  # slots whose first token is taken to the block
 
-    def take(self, index: Tensor) -> _Tokens:
-        return _Tokens(**{name: value[index] for name, value in self._held()})
 
-    def put(self, index: Tensor, tokens: _Tokens) -> None:
-        for name, value in self._held():
-            value[index] = getattr(tokens, name)
-
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return ((name, value) for name, value in named if value is not None)
+_BINS = 400  # from a microsecond to more than a minute
 
 
 class Engine:
@@ -113,6 +122,10 @@ class Engine:
         `.ids`), for prompts that are strings.
     eos_token_id: ends a request. bos_token_id: stands in for an empty prompt; by default eos_token_id.
     max_waiting: requests that may wait.
+    batch_invariant: what a request gets doesn't depend, bit for bit, on what runs beside it or on pages being taken
+        away, in 16 bits as well: all launches have one size, max_sequences (prefill_chunk too), and no row of keys is
+        shared out among programs. Few sequences, long rows and long prompts take longer then. Otherwise products of
+        other sizes may be rounded in another way, so that in 16 bits a choice between near equals can turn.
 
     Raises ValueError for an argument out of range.
     """
@@ -131,6 +144,7 @@ class Engine:
         eos_token_id: int | None = None,
         bos_token_id: int | None = None,
         max_waiting: int = 1024,
+        batch_invariant: bool = False,
     ):
         sizes = {"max_sequences": max_sequences, "page_size": page_size, "prefill_chunk": prefill_chunk}
         sizes["max_waiting"] = max_waiting
@@ -138,6 +152,8 @@ class Engine:
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if not isinstance(batch_invariant, bool):
+            raise ValueError(f"batch_invariant: expected True or False, got {batch_invariant!r}")
         if num_pages is not None and cache_bytes is not None:
             raise ValueError("cache_bytes: expected None beside num_pages, got both")
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
@@ -152,34 +168,25 @@ class Engine:
         if stored != dtype and not (stored in narrower and stored.itemsize < dtype.itemsize):
             raise ValueError(f"cache_dtype: expected {dtype} or a narrower float dtype, got {stored}")
         self.cache = self._new_cache(num_pages, cache_bytes, page_size, stored)
-        width, recursions = self.config.hidden_size, self.config.num_recursions
-        new = functools.partial(torch.zeros, device=self.device)
-        self.state = _Tokens(  # of the token in flight in each slot
-            positions=new(max_sequences, dtype=torch.int64),
-            x=new(max_sequences, width, dtype=dtype),
-            last=new(max_sequences, dtype=torch.int64),
-            replayed=new(max_sequences, dtype=torch.bool),
-        )
-        score = torch.promote_types(dtype, torch.float32)
-        if self.config.router == "token_choice":
-            self.state.entry = new(max_sequences, width, dtype=dtype)
-            self.state.gates = new(max_sequences, recursions, dtype=score)
-        # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
-        self.routers = self.aux_routers = None
-        if self.config.router == "expert_choice" and self.config.router_arch == "linear":
-            self.state.logits = new(max_sequences, dtype=score)
-            self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
-            self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
-        kinds = {"temperature": torch.float64, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64}
-        kinds["seed"] = torch.int64
-        self.sampling = {name: new(max_sequences, dtype=kind) for name, kind in kinds.items()}  # by slot
+        self.cache.batch_invariant = self.batch_invariant = batch_invariant
+        if batch_invariant:
+            self.prefill_chunk = max_sequences
+        self.program = Program(model, self.cache, max_sequences)
 
         self.requests: dict[int, _Request] = {}  # submitted and not yet collected
         self.waiting: deque[_Request] = deque()  # oldest first, all younger than those that run
         self.running: list[_Request] = []  # oldest first
-        self.free_slots = list(range(max_sequences - 1, -1, -1))
+        self.free_slots = list(range(max_sequences))  # a heap: ticks are as large as the highest slot at work
+        self._ended: list[int] = []  # slots that the device still holds pages for
+        self._flights: deque[_Flight] = deque()  # oldest first
+        # by slot: places known to be taken in each row of the block and, in the last column, of its own ends; the
+        # recursion that its token takes next, -1 where none does; and how many places more each row may have got by now
+        self._lengths = np.zeros((max_sequences, self.cache.rows_each + (self.cache.ends is not None)), np.int64)
+        self._recursion = np.full(max_sequences, -1)
+        self._ahead = np.zeros(max_sequences, np.int64)
         self._submitted = self._generated = self._preemptions = self._ticks = self._passes = 0
         self._depths = [0] * self.config.num_recursions
+        self._intervals = np.zeros(_BINS, np.int64)  # between tokens of a request, a bin for each twentieth more
         self._events: list[Event] = []  # of the step that is under way
 
     def _new_cache(self, num_pages, cache_bytes, page_size, dtype) -> KVCache:
@@ -251,12 +258,14 @@ class Engine:
                 )
         if len(self.waiting) >= self.max_waiting:
             raise QueueFull(f"max_waiting: {self.max_waiting} requests wait already")
+        eos = self.eos_token_id is not None and not params.ignore_eos
         request = _Request(
             id=self._submitted,
             params=params,
             seed=int(torch.randint(2**63 - 1, ())) if params.seed is None else params.seed,
             prompt_length=len(tokens),
             tokens=tokens,
+            stops=frozenset(params.stop_token_ids) | ({self.eos_token_id} if eos else set()),
             text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop),
         )
         self._submitted += 1
@@ -360,10 +369,15 @@ class Engine:
     def metrics(self) -> dict:
         """Counts since the engine was made, and what it holds now.
 
-        tokens generated, ticks (steps that had work), occupancy (mean share of the slots that took a pass in a tick),
-        depth_histogram (positions computed that took 1, 2, ... recursions), preemptions; running, waiting,
-        pages_in_use and pages of block and own ends together, cache_bytes.
+        tokens generated, ticks (launches that advanced every slot), occupancy (mean share of the slots that took a pass
+        in a tick), depth_histogram (positions computed that took 1, 2, ... recursions), preemptions, token_seconds
+        (p50 and p99 of the time between two tokens of a request, to a twentieth; None before there are any); running,
+        waiting, pages_in_use and pages of block and own ends together, cache_bytes. Waits for the device.
         """
+        self._drain()
+        self._flush()
+        total = self._intervals.sum()
+        upper = {f"p{q}": int(np.searchsorted(self._intervals.cumsum(), total * q / 100)) for q in (50, 99)}
         pools = [pool for pool, _ in self._pages_for([])]
         pages = sum(pool.num_pages for pool in pools)
         return {
@@ -372,6 +386,7 @@ class Engine:
             "occupancy": self._passes / max(self._ticks * self.max_sequences, 1),
             "depth_histogram": list(self._depths),
             "preemptions": self._preemptions,
+            "token_seconds": {name: 1e-6 * 1.05**bin if total else None for name, bin in upper.items()},
             "running": len(self.running),
             "waiting": len(self.waiting),
             "pages_in_use": pages - sum(int(pool.pages.free_count) for pool in pools),
@@ -381,35 +396,45 @@ class Engine:
 
     # A step
 
-    @torch.no_grad()
     def step(self) -> list[Event]:
         """Advance every running request: a chunk of the prompts, then one pass of the block for each generating slot.
 
-        Returns the tokens that came out, of all requests. Without work it does nothing.
+        Returns the tokens that have come out by now, of all requests; on CUDA those of a launch come a step or two
+        later. Without work it does nothing.
         """
-        self._admit()
-        if self.running:
-            self._ticks += 1
-            for stacked, routers in ((self.routers, self.model.routers), (self.aux_routers, self.model.aux_routers)):
-                if stacked is not None:  # anew, since weights may have been loaded between steps
-                    torch.cat([router.weight for router in routers], out=stacked)
-            self._prefill()
-            self._decode()
+        with torch.no_grad(), torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+            while self._flights and (len(self._flights) >= AHEAD or self._flights[0].there.query()):
+                self._land(self._flights.popleft())
+            self._admit()
+            launched = self._prefill() + self._tick()
+            if self._flights and (self.device.type == "cpu" or not launched):
+                self._drain() if self.device.type == "cpu" else self._land(self._flights.popleft())
         events, self._events = self._events, []
         return events
 
+    def _drain(self) -> None:
+        """Wait for all that is under way."""
+        while self._flights:
+            self._land(self._flights.popleft())
+
+    def _flush(self) -> None:
+        """Have the device free the slots of requests that ended."""
+        if self._ended:
+            self.program.end(self._ended)
+            self._ended = []
+
     def _admit(self) -> None:
-        """Give slots to waiting requests, in order, while the pages would do for all that is still to be computed."""
+        """Give slots to waiting requests, in order, while the pages would do for all that is still to be computed, and
+        a page for each one that runs."""
         while self.waiting and self.free_slots:
             request = self.waiting[0]
-            pending = [len(r.tokens) for r in (*self.running, request) if not r.in_flight]
-            if self.running and any(need > int(pool.pages.free_count) for pool, need in self._pages_for(pending)):
+            pending = [r.pending for r in self.running] + [len(request.tokens)]
+            used, more = self._pages_used(self._ahead[:, None]), self._pages_for(pending)
+            if self.running and any(a + b + len(self.running) > pool.num_pages for a, (pool, b) in zip(used, more)):
                 break
             self.waiting.popleft()
-            request.slot = self.free_slots.pop()
+            request.slot = heapq.heappop(self.free_slots)
             self.running.append(request)
-            for name, values in self.sampling.items():
-                values[request.slot] = request.seed if name == "seed" else getattr(request.params, name)
 
     def _pages_for(self, lengths: list[int]):
         """For each pool, with what sequences of these lengths may take of it: every token at full depth."""
@@ -418,190 +443,175 @@ class Engine:
         if self.cache.ends:
             yield self.cache.ends, pages
 
-    def _prefill(self) -> None:
-        """Compute the next tokens of the prompts, oldest first; a prompt that is complete yields its first token."""
-        counts, budget = {}, self.prefill_chunk  # tokens by request
+    def _pages_used(self, growth: np.ndarray | int) -> tuple[int, ...]:
+        """Pages of each pool once the rows have grown by so many tokens each."""
+        pages = -(-(self._lengths + growth) // self.cache.block.page_size)
+        block = self.cache.rows_each
+        return (int(pages[:, :block].sum()), *pages[:, block:].sum(0).tolist())
+
+    def _fits(self, growth: np.ndarray) -> bool:
+        pools = (self.cache.block, self.cache.ends)
+        return all(used <= pool.num_pages for used, pool in zip(self._pages_used(growth), pools))
+
+    def _prefill(self) -> bool:
+        """Launch the next tokens of the prompts, oldest first; a prompt that is complete joins the ticks."""
+
+        def chosen():
+            counts, budget = {}, self.prefill_chunk
+            for r in self.running:
+                if r.pending and budget:
+                    counts[r] = min(budget, r.pending)
+                    budget -= counts[r]
+            more = np.zeros(self.max_sequences, np.int64)
+            more[[r.slot for r in counts]] = list(counts.values())
+            return counts, more
+
+        counts, more = chosen()
+        if counts and not self._fits((self._ahead + more)[:, None]):
+            self._drain()
+            counts, more = chosen()
+            while counts and not self._fits(more[:, None]):
+                self._preempt()
+                counts, more = chosen()
+        if counts:
+            self._flush()
+            runs = []
+            for r, count in counts.items():
+                first, after = r.launched, r.launched + count
+                recorded = (r.depths[first:after] + [0] * count)[:count]
+                runs.append((r.slot, first, r.tokens[first:after], recorded))
+                r.launched = after
+            size = self._size(sum(counts.values()), self.prefill_chunk)
+            depths = self.program.prefill(size, runs)
+            self._launched([depths], list(counts), np.array(list(counts.values())), tick=False)
+        ready = [r for r in self.running if not r.pending and not r.in_flight]
+        if ready:
+            self._flush()
+            self.program.begin([self._lane(r) for r in ready])
+            for r in ready:
+                r.in_flight, r.fed = True, True
+        return bool(counts)
+
+    def _lane(self, r: _Request) -> Lane:
+        # the newest token of all would have no position
+        end = min(r.prompt_length + r.params.max_tokens, self.config.max_position_embeddings + 1)
+        return Lane(r.slot, r.tokens[-1], len(r.tokens) - 1, end, r.seed, r.params, tuple(r.stops))
+
+    def _size(self, number: int, most: int) -> int:
+        """What a launch for so many is rounded up to: a power of 2, one and a half of one, or the most there can be."""
+        if self.batch_invariant:
+            return most
+        power = 1 << (number - 1).bit_length()
+        return min(power * 3 // 4 if power >= 16 and number <= power * 3 // 4 else power, most)
+
+    def _tick(self) -> bool:
+        """Launch a pass of the block for each token in flight, and the next token where it is the last pass."""
+        requests = [r for r in self.running if r.in_flight]
+        slots = np.array([r.slot for r in requests], np.int64)
+        more = np.zeros(self.max_sequences, np.int64)
+        more[slots] = 1
+        if not requests:
+            return False
+        if not self._fits((self._ahead + more)[:, None]):
+            self._drain()
+            while not self._fits(self._growth()):
+                self._preempt()
+            requests = [r for r in self.running if r.in_flight]
+            slots = np.array([r.slot for r in requests], np.int64)
+            if not requests:
+                return False
+        self._flush()
+        logprobs = max((r.params.logprobs for r in requests if r.params.logprobs is not None), default=None)
+        found = self.program.tick(self._size(int(slots.max()) + 1, self.max_sequences), logprobs)
+        entering = np.array([r.slot for r in requests if r.fed], np.int64)
+        for r in requests:
+            r.fed = False
+        self._launched(found, requests, 1, tick=True, entering=entering)
+        return True
+
+    def _growth(self) -> np.ndarray:
+        """By how much each row may grow in a tick, once nothing is under way."""
+        growth = np.zeros_like(self._lengths)
         for r in self.running:
-            if not r.in_flight and budget:
-                counts[r] = min(budget, len(r.tokens) - r.done)
-                budget -= counts[r]
+            if r.in_flight:
+                deeper, rows = self._recursion[r.slot] + 1, self.cache.rows_each
+                if 0 < deeper < rows:
+                    growth[r.slot, deeper] = 1
+                if r.fed or len(r.tokens) + 1 < self._lane(r).end:
+                    growth[r.slot, 0] = 1
+                    growth[r.slot, rows:] = 1
+        return growth
 
-        def lacking(requests):  # as much as they may need, so that no page is missing half-way through the recursions
-            slots, sizes = self._ints(r.slot for r in requests), self._ints(counts[r] for r in requests)
-            rows = self.cache.all_rows(slots)
-            return self.cache.block.lacks(rows.flatten(), sizes.repeat_interleave(rows.shape[1])) or (
-                self.cache.ends is not None and self.cache.ends.lacks(slots, sizes)
-            )
-
-        requests = self._make_room(list(counts), lacking)
-        if not requests:
-            return
-        parts = [slice(r.done, r.done + counts[r]) for r in requests]
-        recorded = [depth for r, part in zip(requests, parts) for depth in (r.depths + [0] * counts[r])[part]]
-        slots, sizes = self._ints(r.slot for r in requests), self._ints(counts[r] for r in requests)
-        tokens = self._enter(
-            self._ints(token for r, part in zip(requests, parts) for token in r.tokens[part]),
-            self._ints(position for part in parts for position in range(part.start, part.stop)),
-            self._ints(recorded),
-            slots,
-            _offsets(sizes),
-        )
-        run = torch.repeat_interleave(torch.arange(len(requests), device=self.device), sizes)
-        active, depths = torch.arange(len(run), device=self.device), torch.zeros_like(run)
-        for recursion in range(self.config.num_recursions):
-            sizes_left = torch.bincount(run[active], minlength=len(requests))
-            left = sizes_left > 0
-            part, lanes = tokens.take(active), slots[left]
-            goes_on = self._pass(part, lanes, torch.full_like(lanes, recursion), _offsets(sizes_left[left]))
-            tokens.put(active, part)
-            depths[active] += 1
-            active = active[goes_on]
-            if not len(active):
-                break
-        x = self._leave(tokens, slots, _offsets(sizes))
-
-        ends = sizes.cumsum(0)
-        for r, end in zip(requests, ends.tolist()):
-            self._record(r, depths[end - counts[r] : end].tolist())
-        complete = [i for i, r in enumerate(requests) if r.done == len(r.tokens)]
-        self._emit([requests[i] for i in complete], x[ends[complete] - 1])
-
-    def _decode(self) -> None:
-        """One pass of the block for each token in flight, and the next token where it was the last pass."""
-
-        def lacking(requests):
-            slots, recursions = self._ints(r.slot for r in requests), self._ints(r.recursion for r in requests)
-            return self.cache.block.lacks(self.cache.rows(slots, recursions), torch.ones_like(slots))
-
-        requests = self._make_room([r for r in self.running if r.in_flight], lacking)
-        if not requests:
-            return
-        slots = self._ints(r.slot for r in requests)
-        tokens = self.state.take(slots)
-        goes_on = self._pass(tokens, slots, self._ints(r.recursion for r in requests))
-        self.state.put(slots, tokens)
-        self._passes += len(requests)
-        leaving = []
-        for i, (r, on) in enumerate(zip(requests, goes_on.tolist())):
-            r.recursion += 1
-            if not on:
-                leaving.append(i)
-                self._record(r, [r.recursion])
-                r.in_flight = False
-        if leaving:
-            index = self._ints(leaving)
-            x = self._leave(tokens.take(index), slots[index])
-            self._emit([requests[i] for i in leaving], x)
-
-    # Tokens on their way through the model: n of them, in R runs, of slots (R,), that begin at cu_seqlens (R+1,); where
-    # there is none, each run is one token
-
-    def _enter(
-        self, ids: Tensor, positions: Tensor, recorded: Tensor, slots: Tensor, cu_seqlens: Tensor | None = None
-    ) -> _Tokens:
-        """Embedding and first layer; recorded (n,) depths, 0 for none."""
-        x = self.model.embed_tokens(ids)
-        if self.cache.ends:
-            plan = self.cache.plan_ends(slots, positions, cu_seqlens)
-            x = self.model.first_layer(x, positions, functools.partial(plan.attend, 0))
-        replayed, chosen = recorded > 0, self.config.num_recursions
-        logits = entry = gates = None
-        if self.routers is not None:
-            logits = self.model.routers[0](x)[:, 0]
-        if self.config.router == "token_choice":
-            _, depths, probs = self.model.choose_depths(x[None])
-            chosen, entry, gates = depths[0], x.clone(), self.config.alpha * probs[0]
-        return _Tokens(positions, x, torch.where(replayed, recorded, chosen), replayed, logits, entry, gates)
-
-    def _pass(
-        self, tokens: _Tokens, slots: Tensor, recursions: Tensor, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """Take tokens through the block once, each run at its own recursion (R,) from 0, and update their state.
-
-        Returns which of the n tokens take the next recursion as well.
-        """
-        model, config = self.model, self.config
-        recursion = recursions
-        if cu_seqlens is not None:
-            recursion = torch.repeat_interleave(recursions, cu_seqlens.diff(), output_size=len(tokens.x))
-        update = self._block(tokens.x, tokens.positions, slots, recursions, recursion, cu_seqlens)
-        if self.routers is not None:
-            return ops.depth_step_(
-                tokens.x, update, tokens.logits, recursion, self.routers, last=tokens.last, replayed=tokens.replayed,
-                aux_weight=self.aux_routers, activation=config.router_activation, alpha=config.alpha,
-                temperature=config.temperature, residual=config.residual,
-            )  # fmt: skip
-        everyone = torch.arange(len(recursion), device=self.device)
-        goes_on = recursion + 1 < tokens.last
-        if config.router == "expert_choice":
-            gates = self._at_recursions(model.expert_gates, recursion, tokens.x)
-            tokens.x = ops.scatter_back(tokens.x, update, everyone, gates, residual=config.residual)
-            following = (recursion + 1).clamp(max=config.num_recursions - 1)
-            goes_on &= tokens.replayed | self._at_recursions(model.goes_on, following, tokens.x)
-        elif config.router == "token_choice":
-            gates = tokens.gates.gather(1, recursion[:, None]).squeeze(1)
-            every_step = config.gate == "every_step"
-            state = ops.scatter_back(tokens.x, update, everyone, gates if every_step else None, residual="none")
-            left = ops.scatter_back(tokens.entry, state, everyone, None if every_step else gates)
-            tokens.x = torch.where(goes_on[:, None], state, left)
+    def _launched(self, found, requests, counts, **rest) -> None:
+        host, there = [], None
+        if self.device.type == "cpu":
+            host = [t.numpy() for t in found]
         else:
-            tokens.x = update
-        return goes_on
+            for t in found:
+                pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                host.append(pinned.copy_(t, non_blocking=True).numpy())
+            there = torch.cuda.Event()
+            there.record()
+        slots = np.array([r.slot for r in requests], np.int64)
+        self._ahead[slots] += counts
+        self._flights.append(_Flight(host, there, requests, slots, counts, **rest))
 
-    def _block(self, x, positions, slots, recursions, recursion, cu_seqlens) -> Tensor:
-        """f of tokens (n, D) at recursion (n,): one call where the recursions share all layers, otherwise one each."""
-        present = recursions.unique().tolist()
-        if len(present) > 1 and "cycle" not in self.config.sharing:
-            out = torch.empty_like(x)
-            for r in present:  # several recursions at once: decoding, with one token a run
-                of = recursion == r
-                out[of] = self._block(x[of], positions[of], slots[of], recursions[of], recursion[of], cu_seqlens)
-            return out
-        plan = self.cache.plan(slots, recursions, positions, cu_seqlens, entering=0 in present)
-        out = self.model.block(x, recursion if len(present) > 1 else present[0], positions, plan.attend)
-        plan.commit()
-        return out
+    def _land(self, flight: _Flight) -> None:
+        """Learn what came out of a launch."""
+        if flight.there:
+            flight.there.synchronize()
+        self._ahead[flight.slots] -= flight.counts
+        # a request may have ended meanwhile, and its slot be another's
+        live = np.array([r.finish_reason is None for r in flight.requests], bool)
+        (self._land_tick if flight.tick else self._land_chunk)(flight, live)
 
-    @staticmethod
-    def _at_recursions(function: Callable[[int, Tensor], Tensor], recursion: Tensor, x: Tensor) -> Tensor:
-        """function(r, x) (n,) for tokens x (n, D) at different recursions (n,)."""
-        present, which = recursion.unique(return_inverse=True)
-        return torch.stack([function(r, x) for r in present.tolist()]).gather(0, which[None])[0]
+    def _land_chunk(self, flight: _Flight, live: np.ndarray) -> None:
+        end = 0
+        for r, count, there in zip(flight.requests, flight.counts.tolist(), live):
+            depths = flight.host[0][end : end + count]
+            end += count
+            if there:
+                rows = range(self.cache.rows_each)
+                self._lengths[r.slot, : len(rows)] += [int((depths > row).sum()) for row in rows]
+                self._lengths[r.slot, len(rows) :] += count
+                self._record(r, depths.tolist())
 
-    def _leave(self, tokens: _Tokens, slots: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Last layer; the tokens' keys and values are then complete. Returns normalised states (n, D), for the head."""
-        if not self.cache.ends:
-            return self.model.last_layer(tokens.x, tokens.positions, None)
-        plan = self.cache.plan_ends(slots, tokens.positions, cu_seqlens)
-        x = self.model.last_layer(tokens.x, tokens.positions, functools.partial(plan.attend, 1))
-        plan.commit()
-        return x
+    def _land_tick(self, flight: _Flight, live: np.ndarray) -> None:
+        self._ticks += 1
+        tokens, depths, finished = flight.host[0][flight.slots].T
+        passed = depths > 0
+        self._passes += int(passed.sum())
+        slots, rows = flight.slots, self.cache.rows_each
+        came = tokens != NOTHING
+        entered = live & ((came & (finished == 0)) | np.isin(slots, flight.entering))
+        following = np.where(entered, 0, np.where(came, -1, depths))
+        self._recursion[slots[live]] = following[live]
+        placed = live & (following >= 0) & (following < rows)
+        self._lengths[slots[placed], following[placed]] += 1
+        self._lengths[slots[entered], rows:] += 1
+        now = time.perf_counter()
+        for i in np.flatnonzero(came & live).tolist():
+            r, token = flight.requests[i], int(tokens[i])
+            self._record(r, [int(depths[i])])
+            self._emit(r, token, now, flight.host, int(slots[i]))
 
-    def _emit(self, requests: list[_Request], x: Tensor) -> None:
-        """Choose the next token of each request from the last state x (m, D) of its newest, and feed it in or end."""
-        if not requests:
-            return
-        slots = self._ints(r.slot for r in requests)
-        logits = self.model.head(x)
-        settings = {name: values[slots] for name, values in self.sampling.items()}
-        chosen = sample(logits, **settings, position=self._ints(len(r.tokens) for r in requests))
-        top = max((r.params.logprobs for r in requests if r.params.logprobs is not None), default=None)
-        if top is not None:
-            own, values, ids = (t.tolist() for t in log_probabilities(logits, chosen.clamp(min=0), top))
-        going_on = []
-        for i, (r, token) in enumerate(zip(requests, chosen.tolist())):
-            wanted, logprob, likeliest = r.params.logprobs, None, None
-            if wanted is not None:
-                logprob, likeliest = own[i], tuple(zip(ids[i][:wanted], values[i][:wanted]))
-            text, reason = self._advance(r, token)
-            event = Event(r.id, token if token >= 0 else None, text, r.depths[-1], logprob, likeliest, reason)
-            r.events.append(event)
-            self._events.append(event)
-            if reason is None:
-                going_on.append(r)
-            else:
-                self._finish(r, reason)
-        self._feed(going_on)
+    def _emit(self, r: _Request, token: int, now: float, host: list[np.ndarray], slot: int) -> None:
+        """Add a token that was sampled to its request, and end that if it is the last."""
+        if r.shown == r.shown:
+            bin = math.log(max(now - r.shown, 1e-6) * 1e6) / math.log(1.05)
+            self._intervals[min(int(bin), _BINS - 1)] += 1
+        r.shown = now
+        wanted, logprob, likeliest = r.params.logprobs, None, None
+        if wanted is not None:
+            values, ids = host[1][slot], host[2][slot]
+            logprob = float(values[0])
+            likeliest = tuple(zip(ids[:wanted].tolist(), values[1 : 1 + wanted].tolist()))
+        text, reason = self._advance(r, token)
+        event = Event(r.id, token if token >= 0 else None, text, r.depths[-1], logprob, likeliest, reason)
+        r.events.append(event)
+        self._events.append(event)
+        if reason is not None:
+            self._finish(r, reason)
 
     def _advance(self, r: _Request, token: int) -> tuple[str, str | None]:
         """Add a sampled token to a request: the text that becomes certain, and why the request ends, if it does."""
@@ -610,7 +620,7 @@ class Engine:
         r.tokens.append(token)
         self._generated += 1
         text, reason = "", None
-        if token in r.params.stop_token_ids or (token == self.eos_token_id and not r.params.ignore_eos):
+        if token in r.stops:
             reason = "stop"
         elif r.text:
             text = r.text.push(token)
@@ -621,42 +631,22 @@ class Engine:
             reason = "length" if full or len(r.tokens) > self.config.max_position_embeddings else None
         return text + r.text.flush() if reason and r.text else text, reason
 
-    def _feed(self, requests: list[_Request]) -> None:
-        """Take the newest token of each request to the door of the block."""
-
-        def lacking(requests):
-            slots = self._ints(r.slot for r in requests)
-            return self.cache.ends is not None and self.cache.ends.lacks(slots, torch.ones_like(slots))
-
-        requests = self._make_room(requests, lacking)
-        if not requests:
-            return
-        slots = self._ints(r.slot for r in requests)
-        ids, positions = self._ints(r.tokens[-1] for r in requests), self._ints(len(r.tokens) - 1 for r in requests)
-        tokens = self._enter(ids, positions, torch.zeros_like(ids), slots)
-        self.state.put(slots, tokens)
-        for r in requests:
-            r.in_flight, r.recursion = True, 0
-
     # Slots and pages
 
-    def _make_room(self, requests: list[_Request], lacking: Callable[[list[_Request]], bool]) -> list[_Request]:
-        """Take pages from the youngest running requests until those asked for no longer lack any; returns who is left.
-
-        The oldest is never taken from: alone it fits, which submit made sure of.
-        """
-        while requests and lacking(requests):
-            youngest = self.running[-1]
-            self._release(youngest)
-            youngest.done, youngest.in_flight = 0, False
-            self.waiting.appendleft(youngest)
-            self._preemptions += 1
-            requests = [r for r in requests if r.slot >= 0]
-        return requests
+    def _preempt(self) -> None:
+        """Take its pages from the youngest running request; nothing is under way. The oldest is never taken from: alone
+        it fits, which submit made sure of."""
+        youngest = self.running[-1]
+        self._release(youngest)
+        youngest.launched = youngest.done = 0
+        youngest.in_flight = youngest.fed = False
+        self.waiting.appendleft(youngest)
+        self._preemptions += 1
 
     def _release(self, r: _Request) -> None:
-        self.cache.free(self._ints([r.slot]))
-        self.free_slots.append(r.slot)
+        self._lengths[r.slot], self._recursion[r.slot] = 0, -1
+        self._ended.append(r.slot)
+        heapq.heappush(self.free_slots, r.slot)
         self.running.remove(r)
         r.slot = -1
 
@@ -674,10 +664,3 @@ class Engine:
         r.depths += new
         for depth in new:
             self._depths[depth - 1] += 1
-
-    def _ints(self, values) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

@@ -9,6 +9,7 @@ backends. By default a GPU gets Triton's or the CUDA kernels, whichever were mea
 was; float64, and tensors on the CPU, get plain PyTorch.
 """
 
+from .advance import Entering, Lanes, advance_
 from .attention import attention, attention_varlen
 from .depth_step import depth_step_
 from .gather import gather
@@ -35,10 +36,13 @@ from .swiglu import swiglu_linear
 
 __all__ = [
     "Depths",
+    "Entering",
+    "Lanes",
     "Packed",
     "Pages",
     "Routed",
     "Taken",
+    "advance_",
     "attention",
     "attention_schedule",
     "attention_varlen",

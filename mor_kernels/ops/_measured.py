@@ -37,7 +37,7 @@ def _one_query_a_lane(q, k_cache, v_cache, page_table, k_lens, schedule, rows, c
     return cu_seqlens_q is None and q.dtype != torch.float32 and q.shape[2] <= 128
 
 
-def _one_query_each(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q) -> bool:
+def _one_query_each(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split) -> bool:
     return cu_seqlens_q is None and item_size <= 2 and width <= 128
 
 

@@ -25,6 +25,7 @@ import torch.distributed.nn  # noqa: F401
 from tqdm import tqdm
 
 from ..doctor import package_version
+from ..graphs import without_workspace
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
 from .schedule import cosine, trapezoid
@@ -164,14 +165,14 @@ class Graphs:
                 if not self.graphs:
                     self.forward_backward(sizes, *own)  # PyTorch gives cuBLAS its workspaces, of full size, for good
                     self._forget()
-                with _without_workspace():
+                with without_workspace():
                     self.forward_backward(sizes, *own)  # compiles and loads kernels
             torch.cuda.current_stream().wait_stream(self.stream)
             self._forget()
             graph = torch.cuda.CUDAGraph()
             # of this thread alone: NCCL's watchdog asks for events of its own meanwhile
             capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
-            with _without_workspace(), capture:
+            with without_workspace(), capture:
                 outputs = self.forward_backward(sizes, *own)
         self.pool = graph.pool()
         gradients = [_lent(parameter.grad, graph) for parameter in self.parameters]
@@ -188,31 +189,6 @@ class Graphs:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all graphs: each stream keeps what memory it has had, and a workspace for matrix products."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _without_workspace():
-    """Within, cuBLAS has no workspace. On Hopper most products take their tiles from a counter there, which is set to 0
-    before each; in a graph that is a node of its own, and 5 us pass in which nothing is computed. Without a workspace
-    tiles are shared out beforehand, and the products themselves take as long."""
-    variable, api = "CUBLAS_WORKSPACE_CONFIG", getattr(torch.backends.cuda, "cublas_workspace_size", None)
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    # who has set the variable has a reason; deterministic algorithms need it set to what PyTorch tells
-    if not hopper or variable in os.environ or torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    size = api() if api else None
-    try:
-        if api:
-            api(0)
-        else:  # an older PyTorch, which looks there before each product
-            os.environ[variable] = ":0:0"
-        yield
-    finally:
-        if api:
-            api(size)
-        else:
-            del os.environ[variable]
 
 
 class _Memory:

@@ -262,9 +262,8 @@ def feed(cache, runs):
     sequences, recursions, counts = zip(*[(s, r - 1, len(p)) for s, r, p in runs])
     positions = ints(cache.block, *[p for _, _, places in runs for p in places])
     cu = offsets(cache.block, counts)
-    plan = cache.plan(
-        ints(cache.block, *sequences), ints(cache.block, *recursions), positions, cu, entering=0 in recursions
-    )
+    at = recursions[0] if len(set(recursions)) == 1 else ints(cache.block, *recursions)
+    plan = cache.plan(ints(cache.block, *sequences), at, positions, cu)
     if plan.taken is not None:
         write(cache.block, 0, content(*[number(s, p, r) for s, r, places in runs for p in places]), plan.taken.slots)
     keys = cache.block.k[0].flatten(0, 1)
@@ -422,7 +421,7 @@ def test_a_graph_replays_over_pages_and_lanes(kv, base):
             projected = torch.cat((q, k[:, :G], v[:, :G]), 1)
             out = plan.attend(0, lambda keys=True: projected if keys else q, 4, lanes[2].clamp(min=0), 100.0)
             plan.commit()
-            return out, plan.refused
+            return out, plan.taken.refused
 
         graph, results = None, []
         for step, (active, values) in enumerate(zip(steps(), inputs)):

@@ -67,6 +67,7 @@ def poisoned(model, **options):
 
 def assert_nothing_held(engine):
     assert engine.metrics()["pages_in_use"] == 0
+    assert not engine._lengths.any() and not engine._ahead.any()
     assert sorted(engine.free_slots) == list(range(engine.max_sequences))
     assert not engine.running and not engine.waiting
 
@@ -101,7 +102,7 @@ def test_interleaved_chunked_and_preempted_requests_equal_each_alone(fields):
     for prompt, chosen in zip(prompts, params):
         alone += poisoned(model, max_sequences=1).generate([prompt], chosen)
     rows = 1 if fields.get("kv") == "shared" else 3
-    for chunk, pages in ((1, None), (4, 4 * rows)):
+    for chunk, pages in ((1, None), (4, 3 * rows)):
         engine = poisoned(model, max_sequences=4, page_size=4, prefill_chunk=chunk, num_pages=pages)
         assert_same(engine.generate(prompts, params), alone)
         assert (engine.metrics()["preemptions"] > 0) == (pages is not None)
@@ -163,8 +164,11 @@ def test_a_step_leaves_the_keys_already_written_alone():
         pools = (engine.cache.block, engine.cache.ends)
         before = [(p.k.clone(), p.v.clone()) for p in pools]
         engine.step()
+        place = engine.program.lanes.row("place")
         for pool, (k, v) in zip(pools, before):
             written = ~k.isnan()
+            if pool is engine.cache.ends:  # the last layer writes those of a token in flight in each tick
+                written[1].flatten(0, 1)[place[place >= 0]] = False
             assert torch.equal(pool.k[written], k[written]) and torch.equal(pool.v[written], v[written])
 
 
@@ -193,7 +197,8 @@ def test_preempted_requests_replay_their_depths():
     while len(request.tokens) < 14:
         engine.step()
     depths = list(request.depths)
-    engine._make_room([request], lambda requests: True)
+    engine._drain()
+    engine._preempt()
     assert request.slot < 0 and engine.metrics()["pages_in_use"] == 0
     with torch.no_grad():
         for router in model.routers:  # routers that would now decide otherwise
@@ -201,8 +206,9 @@ def test_preempted_requests_replay_their_depths():
     while len(request.depths) < 16:
         engine.step()
     assert request.depths[: len(depths)] == depths
+    engine._drain()
     lengths = engine.cache.block.pages.lengths.view(2, 3)[request.slot].tolist()
-    taken = [*request.depths, request.recursion]
+    taken = [*request.depths, engine._recursion[request.slot]]
     assert lengths == [sum(depth > r for depth in taken) for r in range(3)]
     assert len(request.depths) == sum(engine.metrics()["depth_histogram"])  # recomputed positions count once
 

@@ -51,6 +51,14 @@ def pages_in_place(call):
     return state.lengths + taken.k_lens
 
 
+def advanced():
+    """Places of two lanes, of which one begins."""
+    lanes, block, ends = ops.Lanes.new(2, 1, "cpu"), ops.Pages.new(4, 4, 2, "cpu"), ops.Pages.new(2, 2, 2, "cpu")
+    lanes.row("feed")[1] = 3
+    record, none = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    return ops.advance_(none, none > 0, lanes, record, block, ends, 2, 4).slots + lanes.row("slot")
+
+
 def scatter_in_place():
     with torch.no_grad():
         return ops.scatter_back_(x.clone(), routed.rows, routed.indices, routed.gates)
@@ -64,6 +72,7 @@ def step_in_place():
 
 
 CALLS = {
+    "advance_": advanced,
     "attention": lambda: ops.attention(q, k, v),
     "attention_schedule": lambda: ops.attention_schedule(cu_seqlens[1:], H, G, 2),
     "attention_varlen": lambda: ops.attention_varlen(

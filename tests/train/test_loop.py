@@ -588,7 +588,7 @@ def test_cublas_is_without_a_workspace_only_within(monkeypatch, has_api):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda found=deterministic: found)
         if given:
             monkeypatch.setenv(variable, given)
-        with pytest.raises(KeyError), loop._without_workspace():
+        with pytest.raises(KeyError), loop.without_workspace():
             assert without() == (capability == (9, 0) and not given and not deterministic)
             raise KeyError
         assert os.environ.get(variable) == given and sizes[-1] == before

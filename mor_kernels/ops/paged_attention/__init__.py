@@ -22,7 +22,7 @@ def _too_wide(q, *_):
 
 _schedule = define(
     "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, int width, int item_size, "
-    "Tensor? rows, Tensor? cu_seqlens_q, str backend) -> Tensor",
+    "Tensor? rows, Tensor? cu_seqlens_q, bool split, str backend) -> Tensor",
     fake=empty_schedule,
     eager=lambda *arguments: empty_schedule(*arguments).zero_(),
     triton=deferred(f"{__name__}.triton", "schedule"),
@@ -48,6 +48,7 @@ def attention_schedule(
     rows: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     k_cache: torch.Tensor | None = None,
+    split: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
     """How :func:`paged_attention` splits its lanes, worked out once for all layers that share the lengths; on the
@@ -58,6 +59,7 @@ def attention_schedule(
         heads, groups: query heads H and key/value heads G.
         queries: n, with those of padding.
         k_cache: whose width and dtype the split suits best; it is not read. Default: width 64, 16 bits.
+        split: False leaves each lane whole, so that what it gets doesn't depend on the lengths of others, bit for bit.
 
     Returns:
         int32, for calls with these arguments on one stream, which use it to count.
@@ -71,7 +73,7 @@ def attention_schedule(
     _checks.whole(op, "queries", queries)
     _check_lanes(op, k_lens, queries, rows, cu_seqlens_q)
     suited = (64, 2) if k_cache is None else (k_cache.shape[-1], k_cache.dtype.itemsize)
-    return _schedule(k_lens, heads, groups, queries, *suited, rows, cu_seqlens_q, resolve(op, backend, k_lens))
+    return _schedule(k_lens, heads, groups, queries, *suited, rows, cu_seqlens_q, split, resolve(op, backend, k_lens))
 
 
 def _check_lanes(op, k_lens, queries, rows, cu_seqlens_q):
@@ -152,7 +154,7 @@ def paged_attention(
     named = resolve(op, backend, q, k_cache)
     if schedule is None:
         suited = width, k_cache.dtype.itemsize
-        schedule = _schedule(k_lens, heads, groups, q.shape[0], *suited, rows, cu_seqlens_q, named)
+        schedule = _schedule(k_lens, heads, groups, q.shape[0], *suited, rows, cu_seqlens_q, True, named)
     else:
         _checks.tensor(op, "schedule", schedule, ("numbers",), (torch.int32,), q)
         least = schedule_size(most_parts(lanes, heads, groups, q.shape[0], cu_seqlens_q), groups, 1)

@@ -16,6 +16,7 @@ FIELDS = 8  # numbers that describe a part
 ENTRY = FIELDS + 2  # numbers that describe a range
 RANGES = 768  # at the most
 PROGRAMS = 4224  # wanted in all: 32 for each of an H100's multiprocessors, so that the last ones end together
+WHOLE = 2**29  # units of keys for which a part isn't worth its merging, where no lane is to be split
 ROWS = 64  # of a tile: queries times the heads of a group
 
 
@@ -38,7 +39,7 @@ def schedule_size(parts: int, groups: int, ranges: int) -> int:
     return parts * (FIELDS + groups) + ranges * ENTRY
 
 
-def empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q) -> torch.Tensor:
+def empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split) -> torch.Tensor:
     parts = most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q)
     return k_lens.new_empty(schedule_size(parts, groups, most_ranges(groups, width, item_size, k_lens.device)))
 

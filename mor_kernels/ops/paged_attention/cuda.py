@@ -7,19 +7,20 @@ import torch
 from ... import _C
 from .._cuda import index_code, launch
 from .._layout import contiguous
-from ._parts import empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread
+from ._parts import WHOLE, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread
 
 LEAST_KEYS = 256  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts begin at multiples of so many
 
 
-def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
-    lanes, out = k_lens.shape[0], empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q)
+def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
+    lanes = k_lens.shape[0]
+    out = empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q, ranges = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q), ranges_in(out, parts, groups)
     launch(
         _C.attention_schedule, *contiguous(k_lens, rows, cu_seqlens_q), out, lanes, queries, parts, groups, block_q,
-        UNIT, ranges, LEAST_KEYS // UNIT,
+        UNIT, ranges, LEAST_KEYS // UNIT if split else WHOLE,
     )  # fmt: skip
     return out
 

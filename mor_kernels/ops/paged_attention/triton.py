@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .._triton import from_e4m3, has_float8
-from ._parts import ENTRY, FIELDS, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread, wanted
+from ._parts import ENTRY, FIELDS, WHOLE, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread, wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
@@ -280,14 +280,15 @@ def _setting(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, 
     return (64, 4, 3) if block_m > 16 else (64, 2, 5)
 
 
-def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q):
-    lanes, out = k_lens.shape[0], empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q)
+def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
+    lanes = k_lens.shape[0]
+    out = empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q, ranges = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q), ranges_in(out, parts, groups)
     _schedule[(1,)](
         k_lens.contiguous(), None if rows is None else rows.contiguous(),
         None if cu_seqlens_q is None else cu_seqlens_q.contiguous(), out, lanes, queries, parts, parts * groups,
-        ranges, wanted(groups), LEAST_KEYS // UNIT,
+        ranges, wanted(groups), LEAST_KEYS // UNIT if split else WHOLE,
         BLOCK_Q=block_q, UNIT=UNIT, FIELDS=FIELDS, ENTRY=ENTRY, LANES=256, PARTS=8, num_warps=8,
     )  # fmt: skip
     return out

@@ -76,7 +76,7 @@ class Taken(NamedTuple):
     refused: torch.Tensor  # () int64: 0; or the pages that were lacking; or -1 if a row would outgrow its page table
 
 
-def _check(op, pages, rows, cu_seqlens=None):
+def check_pages(op, pages, rows, cu_seqlens=None):
     _checks.tensor(op, "lengths", pages.lengths, ("rows",), (torch.int64,))
     like = pages.lengths
     _checks.tensor(op, "owned", pages.owned, tuple(like.shape), (torch.int64,), like)
@@ -117,7 +117,7 @@ def take_pages_(
         :class:`Taken`; what its ``refused`` says costs no wait until it is read.
     """
     op = "take_pages_"
-    _check(op, pages, rows, cu_seqlens)
+    check_pages(op, pages, rows, cu_seqlens)
     _checks.whole(op, "total", total)
     _checks.whole(op, "page_size", page_size, 1)
     return Taken(*_take(*pages, rows, cu_seqlens, total, page_size, resolve(op, backend, rows)))
@@ -132,7 +132,7 @@ def commit_pages_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *,
         cu_seqlens: (R+1,) int32, as they were given.
     """
     op = "commit_pages_"
-    _check(op, pages, rows, cu_seqlens)
+    check_pages(op, pages, rows, cu_seqlens)
     _commit(pages.lengths, rows, cu_seqlens, resolve(op, backend, rows))
 
 
@@ -144,5 +144,5 @@ def free_pages_(pages: Pages, rows: torch.Tensor, *, backend: str | None = None)
         rows: (R,) int64, each at most once, -1 for padding.
     """
     op = "free_pages_"
-    _check(op, pages, rows)
+    check_pages(op, pages, rows)
     _free(*pages, rows, resolve(op, backend, rows))

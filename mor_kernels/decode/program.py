@@ -1,0 +1,349 @@
+"""What the device does: a tick of all slots, and chunks of prompts.
+
+Nothing here waits for the device, and sizes depend on no value, so that on CUDA each size becomes a graph: the host
+launches one for a whole tick. A lane is the state of a slot, and what isn't at work in a launch is padding (-1).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..graphs import without_workspace
+from ..model import MoR
+from .cache import KVCache, Plan
+from .sampler import SamplingParams, log_probabilities, sample
+
+SETTINGS = ("seed", "top_k", "temperature", "top_p", "min_p")  # of sampling, for each slot
+STOPS = 8  # tokens that end a request which the device knows; the host knows them all
+
+
+@dataclass
+class _Tokens:
+    """n tokens on their way through the recursions."""
+
+    positions: Tensor  # (n,) int64
+    x: Tensor  # (n, D) state
+    last: Tensor  # (n,) int64 recursions that the token takes, unless a router lets it go before
+    replayed: Tensor  # (n,) bool: `last` was recorded earlier, and no router is asked
+    logits: Tensor | None = None  # (n,) score of x by the router of the next recursion: expert-choice, linear routers
+    entry: Tensor | None = None  # (n, D) state that entered the first recursion: token-choice
+    gates: Tensor | None = None  # (n, Nr) gate at each recursion: token-choice
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> _Tokens:
+        return _Tokens(*(None if t is None else function(t) for t in (getattr(self, f.name) for f in fields(self))))
+
+    def put(self, index: Tensor | slice, tokens: _Tokens) -> None:
+        for f in fields(self):
+            if (value := getattr(self, f.name)) is not None:
+                value[index] = getattr(tokens, f.name)
+
+    def put_where(self, mask: Tensor, tokens: _Tokens) -> None:
+        for f in fields(self):
+            if (value := getattr(self, f.name)) is not None:
+                new = getattr(tokens, f.name)
+                value.copy_(torch.where(mask if value.dim() == 1 else mask[:, None], new, value))
+
+
+@dataclass
+class Lane:
+    """What the host says of a slot that begins: the newest token, whose predecessors are in the cache."""
+
+    slot: int
+    token: int
+    position: int
+    end: int  # tokens of the sequence at which the request ends
+    seed: int
+    params: SamplingParams
+    stops: tuple[int, ...]
+
+
+class Program:
+    """State of `max_sequences` slots, and the functions that advance it."""
+
+    def __init__(self, model: MoR, cache: KVCache, max_sequences: int):
+        self.model, self.cache, self.config = model, cache, model.config
+        embedding = model.embed_tokens.weight
+        self.device, dtype = embedding.device, embedding.dtype
+        width, recursions = self.config.hidden_size, self.config.num_recursions
+        new = functools.partial(torch.zeros, device=self.device)
+        self.lanes = ops.Lanes.new(max_sequences, STOPS, self.device)
+        self.settings = new(len(SETTINGS), max_sequences, dtype=torch.int64)  # floats as their bits
+        self.tokens = _Tokens(  # that each slot has between two passes
+            positions=self.lanes.row("position"),
+            x=new(max_sequences, width, dtype=dtype),
+            last=new(max_sequences, dtype=torch.int64),
+            replayed=new(max_sequences, dtype=torch.bool),
+        )
+        score = torch.promote_types(dtype, torch.float32)
+        if self.config.router == "token_choice":
+            self.tokens.entry = new(max_sequences, width, dtype=dtype)
+            self.tokens.gates = new(max_sequences, recursions, dtype=score)
+        # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
+        self.routers = self.aux_routers = None
+        if self.config.router == "expert_choice" and self.config.router_arch == "linear":
+            self.tokens.logits = new(max_sequences, dtype=score)
+            self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
+            self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
+        self.router_versions = None
+        self.record = new(max_sequences, 3, dtype=torch.int64)  # of a tick, see ops.advance_
+        self.logprobs: dict[int, tuple[Tensor, Tensor]] = {}  # by their number; see `tick`
+        self.chunks: dict[int, _Chunk] = {}  # by size
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] = {}
+        self.pool = None
+
+    # Requests come and go between two launches
+
+    def begin(self, lanes: list[Lane]) -> None:
+        """The tokens given are taken to the door of the block in the next tick."""
+        columns = []
+        for lane in lanes:
+            p = lane.params
+            stops = (*lane.stops[:STOPS], *[-1] * (STOPS - len(lane.stops)))
+            floats = struct.pack("3d", p.temperature, p.top_p, p.min_p)
+            state = (-1, lane.token, -1, -1, -1, -1, lane.position, lane.end, *stops)
+            columns.append((*state, lane.seed, p.top_k, *struct.unpack("3q", floats)))
+        slots, columns = self.ints(lane.slot for lane in lanes), self.ints(columns).T
+        table = self.lanes.table
+        table.index_copy_(1, slots, columns[: len(table)])
+        self.settings.index_copy_(1, slots, columns[len(table) :])
+
+    def end(self, slots: list[int]) -> None:
+        """Free slots and their pages."""
+        slots = self.ints(slots)
+        self.lanes.table[:6].index_fill_(1, slots, -1)
+        self.cache.free(slots)
+
+    def ints(self, values: Iterable) -> Tensor:
+        """int64 on the device; nothing waits for it."""
+        return to_device(torch.tensor(list(values), dtype=torch.int64), self.device)
+
+    # Launches
+
+    def tick(self, n: int, logprobs: int | None) -> tuple[Tensor, ...]:
+        """One pass of the block for slots 0..n-1, and the next token where it was the last.
+
+        Tensors that the next tick overwrites: `record` (n, 3), and, asked for a number of logprobs, the
+        log-probabilities (n, 1 + logprobs) of the chosen token and the likeliest ones, whose ids are (n, logprobs).
+        """
+        if logprobs is not None and logprobs not in self.logprobs:
+            score = torch.promote_types(self.tokens.x.dtype, torch.float32)
+            rows = len(self.record), logprobs
+            self.logprobs[logprobs] = (
+                torch.zeros(rows[0], 1 + rows[1], dtype=score, device=self.device),
+                torch.zeros(rows, dtype=torch.int64, device=self.device),
+            )
+        self._run(("tick", n, logprobs), lambda: self._tick(n, logprobs))
+        more = () if logprobs is None else self.logprobs[logprobs]
+        return tuple(t[:n] for t in (self.record, *more))
+
+    def prefill(self, size: int, runs: list[tuple[int, int, list[int], list[int]]]) -> Tensor:
+        """Compute up to `size` tokens of prompts. runs: slot, first position, tokens, and recorded depths (0: none).
+
+        Returns (size,) the recursions that each token took, which the next chunk of that size overwrites.
+        """
+        if size not in self.chunks:
+            self.chunks[size] = _Chunk.new(size, min(size, len(self.record)), self.device)
+        chunk = self.chunks[size]
+        rows = [[], [], []]
+        for _, first, tokens, recorded in runs:
+            for row, values in zip(rows, (tokens, range(first, first + len(tokens)), recorded)):
+                row += values
+        padding = [0] * (size - len(rows[0]))
+        ends = [0]
+        for _, _, tokens, _ in runs:
+            ends.append(ends[-1] + len(tokens))
+        lanes = len(chunk.slots)
+        slots = [slot for slot, *_ in runs] + [-1] * (lanes - len(runs))
+        ends += ends[-1:] * (lanes - len(runs))
+        numbers = self.ints([*rows[0], *padding, *rows[1], *padding, *rows[2], *padding, *slots, *ends])
+        chunk.tokens.copy_(numbers[: 3 * size].view(3, size))
+        chunk.slots.copy_(numbers[3 * size : 3 * size + lanes])
+        chunk.cu_seqlens.copy_(numbers[3 * size + lanes :])
+        self._run(("prefill", size), lambda: self._prefill(chunk))
+        return chunk.depths
+
+    def _run(self, key: tuple, function: Callable[[], None]) -> None:
+        """Do it; the second time it becomes a graph, since the first one compiles kernels."""
+        self._load_routers()
+        if self.device.type != "cuda":
+            function()
+        elif key not in self.graphs:
+            with without_workspace():
+                function()
+            self.graphs[key] = None
+        else:
+            if self.graphs[key] is None:
+                graph = torch.cuda.CUDAGraph()
+                capture = torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local")
+                with without_workspace(), capture:
+                    function()
+                self.graphs[key], self.pool = graph, graph.pool()
+            self.graphs[key].replay()
+
+    def _load_routers(self) -> None:
+        if self.routers is None:
+            return
+        weights = [[r.weight for r in routers] for routers in (self.model.routers, self.model.aux_routers)]
+        versions = [(w.data_ptr(), w._version) for of in weights for w in of]
+        if versions != self.router_versions:  # weights may be loaded between two launches
+            for stacked, of in zip((self.routers, self.aux_routers), weights):
+                if stacked is not None:
+                    torch.cat(of, out=stacked)
+            self.router_versions = versions
+
+    def _tick(self, n: int, logprobs: int | None) -> None:
+        recursion, _, row, slot, line, place, position, *_ = self.lanes.table[:, :n]
+        tokens, (k_lens, end_k_lens) = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
+        goes_on = self._pass(tokens, recursion, self._block(tokens.x, position, recursion, line, row, slot, k_lens))
+        # of tokens that go on the keys are written as well, to a place that is theirs and counts later
+        x = self._leave(tokens, self.cache.plan_place(position, line, place, end_k_lens))
+        logits = self.model.head(x)
+        seed, top_k, *floats = self.settings[:, :n]
+        temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
+        chosen = sample(logits, temperature, top_k, top_p, min_p, seed, position + 1)
+        if logprobs is not None:
+            values, ids = (t[:n] for t in self.logprobs[logprobs])
+            own, top, top_ids = log_probabilities(logits, chosen.clamp(min=0), logprobs)
+            values.copy_(torch.cat((own[:, None], top), 1))
+            ids.copy_(top_ids)
+        block, ends = self.cache.block, self.cache.ends
+        entering = ops.advance_(
+            chosen, goes_on, self.lanes, self.record[:n], block.pages, ends and ends.pages, self.config.num_recursions,
+            block.page_size, shared=self.config.kv == "shared",
+        )  # fmt: skip
+        plan = self.cache.plan_place(position, entering.rows, entering.slots, end_k_lens)
+        tokens.put_where(entering.enters, self._enter(entering.ids, position, self._recorded(position, seed), plan))
+
+    def _recorded(self, positions: Tensor, seeds: Tensor) -> Tensor:
+        """(n,) recorded depths of tokens that enter in a tick, 0 for those of which the router is asked: all. A
+        benchmark has others."""
+        return torch.zeros_like(positions)
+
+    def _prefill(self, chunk: _Chunk) -> None:
+        """Recursion by recursion; those that go on move to the front, in order."""
+        size, cu_seqlens = chunk.tokens.shape[1], chunk.cu_seqlens
+        ids, positions, recorded = chunk.tokens
+        each = torch.arange(size, device=self.device)
+        ends = self.cache.ends and self.cache.plan_ends(chunk.slots, positions, cu_seqlens)
+        tokens = self._enter(ids, positions, recorded, ends)
+        tokens = tokens.map(lambda t: torch.cat((t, torch.zeros_like(t[:1]))))  # the one more is padding's
+        active, depths = each < cu_seqlens[-1], torch.zeros(size + 1, dtype=torch.int64, device=self.device)
+        for recursion in range(self.config.num_recursions):
+            before = F.pad(active.cumsum(0), (1, 0))
+            order = torch.full((size + 1,), size, device=self.device)
+            order[torch.where(active, before[:-1], size)] = each
+            order = torch.where(each < before[-1], order[:-1], size)
+            if self.device.type == "cpu":  # where that waits for nothing
+                order = order[: int(before[-1])]
+                if not len(order):
+                    break
+            part, offsets = tokens.map(lambda t, order=order: t[order]), before[cu_seqlens.long()].int()
+            plan = self.cache.plan(chunk.slots, recursion, part.positions, offsets)
+            update = self.model.block(part.x, recursion, part.positions, plan.attend)
+            plan.commit()
+            goes_on = self._pass(part, torch.where(order < size, recursion, -1), update)
+            tokens.put(order, part)
+            depths[order] += 1
+            going = torch.zeros(size + 1, dtype=torch.bool, device=self.device)
+            going[order] = goes_on & (order < size)
+            active = going[:-1]
+        self._leave(tokens.map(lambda t: t[:-1]), ends)
+        if ends:
+            ends.commit()
+        chunk.depths.copy_(depths[:-1])
+
+    # Tokens on their way through the model
+
+    def _enter(self, ids: Tensor, positions: Tensor, recorded: Tensor, plan: Plan | None) -> _Tokens:
+        """Embedding and first layer; recorded (n,) depths, 0 for none."""
+        x = self.model.embed_tokens(ids)
+        if plan:
+            x = self.model.first_layer(x, positions, functools.partial(plan.attend, 0))
+        replayed, chosen = recorded > 0, self.config.num_recursions
+        logits = entry = gates = None
+        if self.routers is not None:
+            logits = self.model.routers[0](x)[:, 0]
+        if self.config.router == "token_choice":
+            _, depths, probs = self.model.choose_depths(x[None])
+            chosen, entry, gates = depths[0], x.clone(), self.config.alpha * probs[0]
+        return _Tokens(positions, x, torch.where(replayed, recorded, chosen), replayed, logits, entry, gates)
+
+    def _pass(self, tokens: _Tokens, recursion: Tensor, update: Tensor) -> Tensor:
+        """Give the tokens at recursion (n,), -1 for padding, what the block made of them.
+
+        Returns (n,) which of them take the next recursion as well.
+        """
+        model, config = self.model, self.config
+        if self.routers is not None:
+            return ops.depth_step_(
+                tokens.x, update, tokens.logits, recursion, self.routers, last=tokens.last, replayed=tokens.replayed,
+                aux_weight=self.aux_routers, activation=config.router_activation, alpha=config.alpha,
+                temperature=config.temperature, residual=config.residual,
+            )  # fmt: skip
+        everyone = torch.arange(len(recursion), device=self.device)
+        goes_on = (recursion >= 0) & (recursion + 1 < tokens.last)
+        recursion = recursion.clamp(min=0)
+        if config.router == "expert_choice":
+            gates = self._at_recursions(model.expert_gates, recursion, tokens.x)
+            tokens.x.copy_(ops.scatter_back(tokens.x, update, everyone, gates, residual=config.residual))
+            following = (recursion + 1).clamp(max=config.num_recursions - 1)
+            goes_on &= tokens.replayed | self._at_recursions(model.goes_on, following, tokens.x)
+        elif config.router == "token_choice":
+            gates = tokens.gates.gather(1, recursion[:, None]).squeeze(1)
+            every_step = config.gate == "every_step"
+            state = ops.scatter_back(tokens.x, update, everyone, gates if every_step else None, residual="none")
+            left = ops.scatter_back(tokens.entry, state, everyone, None if every_step else gates)
+            tokens.x.copy_(torch.where(goes_on[:, None], state, left))
+        else:
+            tokens.x.copy_(update)
+        return goes_on
+
+    def _block(self, x: Tensor, positions: Tensor, recursion: Tensor, line, row, slot, k_lens) -> Tensor:
+        """f of tokens (n, D), each at its own recursion (n,): one call where the recursions share all layers, otherwise
+        one each."""
+        plan = self.cache.plan_pass(positions, recursion, line, row, slot, k_lens)
+        count = self.config.num_recursions
+        if count == 1 or "cycle" in self.config.sharing:
+            return self.model.block(x, 0 if count == 1 else recursion.clamp(min=0), positions, plan.attend)
+        out = torch.zeros_like(x)
+        for r in range(count):
+            here = recursion == r
+            out = torch.where(here[:, None], self.model.block(x, r, positions, plan.only(here).attend), out)
+        return out
+
+    def _at_recursions(self, function: Callable[[int, Tensor], Tensor], recursion: Tensor, x: Tensor) -> Tensor:
+        """function(r, x) (n,) for tokens x (n, D) at different recursions (n,)."""
+        each = [function(r, x) for r in range(self.config.num_recursions)]
+        return torch.stack(each).gather(0, recursion[None])[0]
+
+    def _leave(self, tokens: _Tokens, plan: Plan | None) -> Tensor:
+        """Last layer, by which the tokens' keys and values are complete. Returns normalised states (n, D), for the
+        head."""
+        return self.model.last_layer(tokens.x, tokens.positions, plan and functools.partial(plan.attend, 1))
+
+
+@dataclass
+class _Chunk:
+    """Where a launch of `Program.prefill` finds its tokens and leaves what it found out."""
+
+    tokens: Tensor  # (3, size) int64 ids, positions, recorded depths
+    slots: Tensor  # (R,) int64
+    cu_seqlens: Tensor  # (R+1,) int32
+    depths: Tensor  # (size,) int64
+
+    @classmethod
+    def new(cls, size: int, runs: int, device: torch.device) -> _Chunk:
+        new = functools.partial(torch.zeros, device=device, dtype=torch.int64)
+        return cls(new(3, size), new(runs), torch.zeros(runs + 1, device=device, dtype=torch.int32), new(size))
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

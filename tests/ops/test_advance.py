@@ -1,0 +1,218 @@
+"""The end of a tick against accounts kept lane by lane in plain Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mor_kernels import ops
+from tests import strategies as s
+from tests.ops.test_citizenship import Recorder
+
+STOPS = 2
+
+
+class Pool:
+    def __init__(self, rows, num_pages, max_pages, page_size):
+        self.lengths, self.pages, self.free = [0] * rows, [[] for _ in range(rows)], list(range(num_pages - 1, -1, -1))
+        self.max_pages, self.page_size = max_pages, page_size
+
+    def place(self, row):
+        page, offset = divmod(self.lengths[row], self.page_size)
+        if page >= self.max_pages:
+            return -1
+        if page == len(self.pages[row]):
+            if not self.free:
+                return -1
+            self.pages[row].append(self.free.pop())
+        return self.pages[row][page] * self.page_size + offset
+
+    def release(self, rows):
+        for row in rows:
+            self.free += self.pages[row]
+            self.pages[row], self.lengths[row] = [], 0
+
+    def check(self, state):
+        assert state.lengths.tolist() == self.lengths
+        assert state.owned.tolist() == [len(pages) for pages in self.pages]
+        for line, pages in zip(state.page_table.tolist(), self.pages):
+            assert line == pages + [-1] * (len(line) - len(pages))
+        assert state.free_pages[: int(state.free_count)].tolist() == self.free
+
+
+class Plain:
+    def __init__(self, slots, recursions, shared, block, ends):
+        self.recursions, self.shared, self.block, self.ends = recursions, shared, block, ends
+        self.lanes = [dict(recursion=-1, feed=-1, row=-1, slot=-1, line=-1, place=-1, position=0, end=-1,
+                           stops=[-1] * STOPS, keys=0, end_keys=0) for _ in range(slots)]  # fmt: skip
+
+    def advance(self, chosen, goes_on):
+        """Records, and tokens that enter with their slots in the ends, by lane."""
+        records, entering, n = [], {}, len(chosen)
+        for i, (lane, token, on) in enumerate(zip(self.lanes, chosen, goes_on)):
+            passed = lane["recursion"] >= 0
+            leaves = passed and not on
+            ended = leaves and (token < 0 or token in lane["stops"] or lane["position"] + 2 >= lane["end"])
+            records.append([token if leaves else -2, lane["recursion"] + 1 if passed else 0, int(ended)])
+            if passed and lane["slot"] >= 0:
+                self.block.lengths[lane["row"]] += 1
+            if leaves and lane["place"] >= 0:
+                self.ends.lengths[i] += 1
+            if lane["feed"] >= 0:
+                entering[i] = lane["feed"]
+            elif leaves and not ended:
+                entering[i] = token
+                lane["position"] += 1
+            at_work = i in entering or (passed and on)
+            lane["recursion"] = 0 if i in entering else lane["recursion"] + 1 if at_work else -1
+            lane["feed"] = -1
+            lane["line"] = i if at_work else -1
+        for i, lane in enumerate(self.lanes[:n]):  # each pool's pages are taken in the order of the lanes
+            at_work, first = lane["line"] >= 0, lane["recursion"] == 0
+            if self.ends:
+                if i in entering:
+                    lane["place"] = self.ends.place(i)
+                elif not at_work:
+                    lane["place"] = -1
+                lane["end_keys"] = lane["position"] + 1 if at_work else 0
+            own = i if self.shared else i * self.recursions + lane["recursion"]
+            lane["row"] = own if at_work and (first or not self.shared) else -1
+            lane["slot"] = self.block.place(lane["row"]) if lane["row"] >= 0 else -1
+            lane["keys"] = self.block.lengths[own] + (lane["slot"] >= 0) if at_work else 0
+        return records, entering
+
+    def check(self, lanes):
+        for name in ("recursion", "feed", "row", "slot", "line", "place", "position", "end"):
+            assert lanes.row(name).tolist() == [lane[name] for lane in self.lanes], name
+        assert lanes.k_lens.tolist() == [[lane[name] for lane in self.lanes] for name in ("keys", "end_keys")]
+
+
+def begin(lanes, plain, slot, token, position, end, stops):
+    column = [-1, token, -1, -1, -1, -1, position, end, *stops]
+    lanes.table[:, slot] = torch.tensor(column, device=lanes.table.device)
+    plain.lanes[slot] |= {"recursion": -1, "feed": token, "row": -1, "slot": -1, "line": -1, "place": -1,
+                          "position": position, "end": end, "stops": stops}  # fmt: skip
+
+
+@s.targets("advance_")
+@given(seed=s.seeds, slots=st.sampled_from([1, 2, 7, 530]), recursions=st.integers(1, 3), shared=st.booleans(),
+       with_ends=st.booleans(), page_size=st.integers(1, 4))  # fmt: skip
+def test_equals_plain_accounts(device, backend, seed, slots, recursions, shared, with_ends, page_size):
+    """Lanes that go on, leave, end, begin and are freed; more of them than are looked at together; full page tables."""
+    rng = random.Random(seed)
+    rows, max_pages = slots * (1 if shared else recursions), rng.choice([1, 6])
+    sizes = ((rows, rng.choice([1, rows * max_pages]), max_pages), (slots, slots * max_pages, max_pages))
+    block, ends = (ops.Pages.new(*size, device) for size in sizes)
+    plain = Plain(
+        slots, recursions, shared, Pool(*sizes[0], page_size), Pool(*sizes[1], page_size) if with_ends else None
+    )
+    lanes = ops.Lanes.new(slots, STOPS, device)
+    for _ in range(8 if slots < 100 else 3):
+        n = rng.choice([slots, rng.randint(0, slots)])
+        for slot in range(n):
+            if plain.lanes[slot]["recursion"] < 0 and rng.random() < 0.6:
+                plain.block.release([slot] if shared else range(slot * recursions, (slot + 1) * recursions))
+                freed = torch.tensor([slot], device=device)
+                each = 1 if shared else recursions
+                ops.free_pages_(block, freed * each + torch.arange(each, device=device), backend=backend)
+                if with_ends:
+                    plain.ends.release([slot])
+                    ops.free_pages_(ends, freed, backend=backend)
+                begin(lanes, plain, slot, rng.randrange(5), 0, rng.randint(2, 9), [rng.randint(-1, 4), -1])
+        chosen = [rng.randint(-1, 4) for _ in range(n)]
+        goes_on = [lane["recursion"] >= 0 and lane["recursion"] + 1 < recursions and rng.random() < 0.5
+                   for lane in plain.lanes[:n]]  # fmt: skip
+        record = torch.full((n, 3), -9, device=device)
+        got = ops.advance_(
+            torch.tensor(chosen, dtype=torch.int64, device=device), torch.tensor(goes_on, dtype=torch.bool, device=device),
+            lanes, record, block, ends if with_ends else None, recursions, page_size, shared=shared, backend=backend,
+        )  # fmt: skip
+        records, entering = plain.advance(chosen, goes_on)
+        assert record.tolist() == records
+        assert got.enters.tolist() == [i in entering for i in range(n)]
+        assert [token for i, token in enumerate(got.ids.tolist()) if i in entering] == list(entering.values())
+        assert all(token >= 0 for token in got.ids.tolist())
+        assert got.rows.tolist() == [i if i in entering else -1 for i in range(n)]
+        assert got.slots.tolist() == [plain.lanes[i]["place"] if i in entering else -1 for i in range(n)]
+        plain.check(lanes)
+        plain.block.check(block)
+        if with_ends:
+            plain.ends.check(ends)
+
+
+@s.targets("advance_")
+def test_where_no_page_is_free(device, backend):
+    """The later lanes get no place, and nothing is written past what there is."""
+    lanes, block = ops.Lanes.new(3, STOPS, device), ops.Pages.new(3, 2, 2, device)
+    plain = Plain(3, 1, False, Pool(3, 2, 2, 4), None)
+    for slot in range(3):
+        begin(lanes, plain, slot, slot, 0, 9, [-1, -1])
+    none, record = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(3, 3, dtype=torch.int64, device=device)
+    ops.advance_(none, none > 0, lanes, record, block, None, 1, 4, backend=backend)
+    plain.advance([0] * 3, [False] * 3)
+    plain.check(lanes)
+    plain.block.check(block)
+    assert lanes.row("slot").tolist() == [0, 4, -1]
+
+
+def state(device):
+    lanes = ops.Lanes.new(4, STOPS, device)
+    lanes.table[:, 1] = torch.tensor([-1, 3, -1, -1, -1, -1, 0, 5, -1, -1], device=device)
+    lanes.table[:, 2] = torch.tensor([0, -1, 4, 8, 2, 4, 6, 9, 1, -1], device=device)
+    return (
+        lanes,
+        torch.zeros(3, 3, dtype=torch.int64, device=device),
+        ops.Pages.new(8, 9, 3, device),
+        ops.Pages.new(4, 9, 3, device),
+    )
+
+
+@s.targets("advance_")
+def test_opcheck_and_compiled(device, backend):
+    chosen, goes_on = torch.tensor([0, 0, 2], device=device), torch.tensor([False, False, False], device=device)
+
+    def step(chosen, goes_on, lanes, record, block, ends):
+        return ops.advance_(chosen + 0, goes_on, lanes, record, block, ends, 2, 4, backend=backend).ids + 1
+
+    with Recorder() as recorder:
+        step(chosen, goes_on, *state(device))
+    ((op, args),) = recorder.calls
+    torch.library.opcheck(op, [a.clone() if isinstance(a, torch.Tensor) else a for a in args])
+    runs = []
+    torch._dynamo.reset()
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        own = state(device)
+        ids = function(chosen, goes_on, *own)
+        runs.append([ids, *(t for part in own for t in (part if isinstance(part, tuple) else (part,)))])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    assert runs[0][0].tolist() == [1, 4, 3]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@s.targets("advance_")
+def test_in_a_cuda_graph(device, backend):
+    """Waits for nothing, and replays right whatever the lanes have become."""
+    if device != "cuda":
+        pytest.skip("a graph needs a GPU")
+    chosen, goes_on = torch.tensor([0, 0, 2], device=device), torch.tensor([False, False, False], device=device)
+    runs = []
+    for captured in (False, True):
+        own = state(device)
+        graph = torch.cuda.CUDAGraph()
+        for tick in range(6):
+            if tick == 0 or not captured:
+                torch.cuda.set_sync_debug_mode("error")
+                ops.advance_(chosen, goes_on, *own, 2, 4, backend=backend)
+                torch.cuda.set_sync_debug_mode("default")
+            elif tick == 1:
+                with torch.cuda.graph(graph):
+                    ops.advance_(chosen, goes_on, *own, 2, 4, backend=backend)
+                graph.replay()
+            else:
+                graph.replay()
+        runs.append([t for part in own for t in (part if isinstance(part, tuple) else (part,))])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
