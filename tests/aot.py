@@ -207,9 +207,10 @@ def scenarios() -> Iterator[Callable]:
     yield partial(ops.free_pages_, pages, whole(B))
     lanes, record = ops.Lanes(whole(16, B), whole(2, B, dtype=torch.int32)), whole(B, 3)
     for shared in (False, True):
-        rows = pages if shared else pages._replace(lengths=whole(3 * B), owned=whole(3 * B), page_table=table.expand(3 * B, -1).contiguous())
-        ends = None if shared else pages
-        yield partial(ops.advance_, whole(B), whole(B) > 0, lanes, record, rows, ends, 3, 16, shared=shared)
+        rows = B if shared else 3 * B
+        block = pages._replace(lengths=whole(rows), owned=whole(rows), page_table=whole(rows, 8, dtype=torch.int32))
+        rest = block, None if shared else pages, 3, 16
+        yield partial(ops.advance_, whole(B), whole(B) > 0, lanes, record, *rest, shared=shared)
 
 
 def for_hopper() -> Iterator[Callable]:

@@ -47,8 +47,9 @@ class Pool:
 class Plain:
     def __init__(self, slots, recursions, shared, block, ends):
         self.recursions, self.shared, self.block, self.ends = recursions, shared, block, ends
-        self.lanes = [dict(recursion=-1, feed=-1, row=-1, slot=-1, line=-1, place=-1, position=0, end=-1,
-                           stops=[-1] * STOPS, keys=0, end_keys=0) for _ in range(slots)]  # fmt: skip
+        idle = {name: -1 for name in ("recursion", "feed", "row", "slot", "line", "place", "end")}
+        idle |= {"position": 0, "stops": [-1] * STOPS, "keys": 0, "end_keys": 0}
+        self.lanes = [dict(idle) for _ in range(slots)]
 
     def advance(self, chosen, goes_on):
         """Records, and tokens that enter with their slots in the ends, by lane."""
@@ -128,8 +129,8 @@ def test_equals_plain_accounts(device, backend, seed, slots, recursions, shared,
                    for lane in plain.lanes[:n]]  # fmt: skip
         record = torch.full((n, 3), -9, device=device)
         got = ops.advance_(
-            torch.tensor(chosen, dtype=torch.int64, device=device), torch.tensor(goes_on, dtype=torch.bool, device=device),
-            lanes, record, block, ends if with_ends else None, recursions, page_size, shared=shared, backend=backend,
+            torch.tensor(chosen, device=device).long(), torch.tensor(goes_on, device=device).bool(), lanes, record,
+            block, ends if with_ends else None, recursions, page_size, shared=shared, backend=backend,
         )  # fmt: skip
         records, entering = plain.advance(chosen, goes_on)
         assert record.tolist() == records
