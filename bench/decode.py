@@ -67,8 +67,8 @@ RECURSIVE = {
 SEQUENCES, ALONE = 32, (8, 128, 512)
 PAPER = {"mor-2": 42, "mor-3": 48, "mor-4": 51}
 QUICK = "mor-4"  # and its vanilla
-REQUESTS, ROUNDS = 1000, 8  # at least so many requests, and so many for each slot
-ALONE_REQUESTS, QUICK_ROUNDS = 256, 4
+REQUESTS, ROUNDS = 1000, 5  # at least so many requests, and so many for each slot
+ALONE_REQUESTS, QUICK_ROUNDS = 256, 3
 CHECKED = 40  # tokens of the longest request that is compared with itself alone
 PAGE = 16
 SPARE = 0.05  # of a cache: what sequences hold together varies by 2 % of it
@@ -257,7 +257,7 @@ def serve(engine: Engine, lengths: list[int], mean: float, profile: bool = False
         events = engine.step()
         log.append((time.perf_counter(), events))
         tokens += len(events)
-        ended += sum(event.finish_reason is not None for event in events)
+        ended += len([event for event in events if event.finish_reason])
         idle = 0 if events else idle + 1
         require(idle < IDLE, f"no token came in {IDLE} steps, and {len(ids) - ended} requests are left")
         return events
@@ -311,9 +311,12 @@ def of_events(log: list[tuple[float, list]], start: int, stop: int, recursions: 
     saw at full depth, and the time since the token before of the same request."""
     step = np.repeat(np.arange(len(log)), [len(events) for _, events in log])
     when = np.array([seconds for seconds, _ in log])[step]
-    pairs = np.array([(event.request, event.depth) for _, events in log for event in events])
-    order = np.argsort(pairs[:, 0], kind="stable")
-    request, depth, step, when = pairs[order, 0], pairs[order, 1], step[order], when[order]
+    request, depth = (
+        np.fromiter((getattr(event, name) for _, events in log for event in events), int, len(step))
+        for name in ("request", "depth")
+    )
+    order = np.argsort(request, kind="stable")
+    request, depth, step, when = (values[order] for values in (request, depth, step, when))
     first = np.flatnonzero(np.diff(request, prepend=-1))
     rank = np.arange(len(request)) - np.repeat(first, np.diff(first, append=len(request)))
     timed = (start <= step) & (step < stop)
