@@ -145,8 +145,9 @@ def scaling_table(result: dict) -> list[str]:
 
 
 def decode_table(result: dict) -> list[str]:
-    """Decoding: a line for each case and model, as the benchmark prints it."""
-    return markdown(tuple(name for name, _ in decode.COLUMNS), [tuple(decode.cells(row)) for row in result["rows"]])
+    """Decoding: a line for each case and model, as the benchmark prints it, case by case."""
+    lines = [tuple(decode.cells(row)) for rows in decode.by_case(result["rows"]).values() for row in rows]
+    return markdown(tuple(name for name, _ in decode.COLUMNS), lines)
 
 
 def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:

@@ -26,7 +26,7 @@ def quickly():
     """Few tokens, on one thread: threads that wait for tiny operations take a hundred times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    checked, decode.CHECKED = decode.CHECKED, 10
+    checked, decode.CHECKED = decode.CHECKED, 5
     yield
     decode.CHECKED = checked
     torch.set_num_threads(threads)
@@ -183,11 +183,12 @@ def test_wrong_tokens_and_depths_are_caught(monkeypatch, hooked):
 
 
 @pytest.mark.parametrize("fields", [{}, MOR])
-def test_a_steady_window_is_measured(fields, hooked):
+def test_a_steady_window_is_measured(fields, hooked, monkeypatch):
+    monkeypatch.setattr(decode, "PROFILED", 2)
     mix = (0.25, 0.25, 0.5) if fields else None
     engine = decode.engine_of(tiny(**fields), mix, max_sequences=4)
     lengths = decode.lengths_of(4, 16, 6, 2, 64)
-    found = decode.serve(engine, lengths, 6)
+    found = decode.serve(engine, lengths, 6, profile=not fields)
     assert found["sequences"] == 4 and found["requests"] == 20 and found["preemptions"] == 0
     assert 0.9 < found["occupancy"] <= 1 and found["passes"] == pytest.approx(4 * found["occupancy"])
     assert sum(found["depth_histogram"]) == found["tokens"] < sum(lengths) - 4 * 6
@@ -195,6 +196,8 @@ def test_a_steady_window_is_measured(fields, hooked):
     assert found["tick_ms"] * found["ticks"] == pytest.approx(1e3 * found["seconds"])
     assert 2 < found["context"] < 6 and 0 < found["token_ms"]["p50"] <= found["token_ms"]["p99"]
     assert sum(found["all_depths"]) == sum(lengths)
+    if not fields:
+        assert found["kernels"]["count"] > 10 and "by_kind" in found["kernels"]
     if fields:
         decode.mixed_as(found["all_depths"], mix)
         taken = sum(depth * count for depth, count in enumerate(found["depth_histogram"], 1))
@@ -263,6 +266,8 @@ def test_a_whole_run(small, tmp_path, capsys, monkeypatch):
 
     text = report.section("decode", tmp_path)
     assert f"[Chart](bench/results/{path.stem}.png)" in text
+    cases = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")][2:]
+    assert list(dict.fromkeys(cases)) == [case for case, before in zip(cases, ["", *cases]) if case != before]
     assert text.count("\n| ") == len(result["rows"]) + 2 and "| case | model | sequences | tokens/s |" in text
     printed = capsys.readouterr().out
     assert "mor-2, lockstep" in printed and str(path) in printed
@@ -288,7 +293,7 @@ def test_a_model_that_fails_its_check_is_not_timed(small, tmp_path, monkeypatch)
     assert decode.main([*small, "--only", "mor-2", "--out", str(tmp_path)], "cpu") == 1
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 3 and all(row["failed"].startswith("Mismatch: request 0: depths") for row in rows)
+    assert len(rows) == 3 and all(row["failed"].startswith("Mismatch: request 1: depths") for row in rows)
     path.rename(tmp_path / "decode-a-card.json")  # a partial one has no table
     line = next(line for line in report.section("decode", tmp_path).splitlines() if "mor-2" in line)
     assert line.startswith("| 3 sequences | mor-2 | - | failed | - |")
