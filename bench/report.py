@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import decode
 from bench.harness import RESULTS, ROOT, best_rival, chart, tflops, title
 
 README = ROOT / "README.md"
@@ -143,6 +144,12 @@ def scaling_table(result: dict) -> list[str]:
     return markdown(("model", "GPUs", "parallel", "tokens/s", "% of linear"), lines)
 
 
+def decode_table(result: dict) -> list[str]:
+    """Decoding: a line for each case and model, as the benchmark prints it, case by case."""
+    lines = [tuple(decode.cells(row)) for rows in decode.by_case(result["rows"]).values() for row in rows]
+    return markdown(tuple(name for name, _ in decode.COLUMNS), lines)
+
+
 def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
     """Milliseconds of a profiled step by what kernels are for, what takes most of all first."""
     total = Counter()
@@ -184,8 +191,9 @@ def _ms(row: dict | None) -> str:
 
 
 TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table,
-          "layer": functools.partial(table, library="Liger")}  # fmt: skip
+          "decode": decode_table, "layer": functools.partial(table, library="Liger")}  # fmt: skip
 WITHOUT_CHART = ("scaling",)
+CHARTS = {"decode": decode.chart}
 
 
 def section(benchmark: str, folder: Path = RESULTS) -> str:
@@ -223,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     for benchmark in (found[2] for found in SECTION.finditer(text)):
         for path, result in results(benchmark, RESULTS).items():
             if benchmark not in WITHOUT_CHART:
-                chart(result, path.with_suffix(".png"))
+                CHARTS.get(benchmark, chart)(result, path.with_suffix(".png"))
             print(f"{path.stem}: {len(result['rows'])} rows")
     return 0
 

@@ -239,11 +239,16 @@ def kernel_table(step: Step) -> dict[str, dict[str, float]]:
             torch.cuda.synchronize()
         if step.captured() == captured:
             break
-    return grouped(
+    return grouped(kernels_of(profile))
+
+
+def kernels_of(profile: torch.profiler.profile) -> list[tuple[str, int, float]]:
+    """Names, counts and milliseconds of what the GPU was given."""
+    return [
         (event.key, event.count, event.self_device_time_total / 1e3)
         for event in profile.key_averages()
         if not event.is_user_annotation  # a span of kernels, which are listed too
-    )
+    ]
 
 
 def grouped(kernels: Iterable[tuple[str, int, float]]) -> dict[str, dict[str, float]]:
