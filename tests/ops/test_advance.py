@@ -47,7 +47,7 @@ class Pool:
 class Plain:
     def __init__(self, slots, recursions, shared, block, ends):
         self.recursions, self.shared, self.block, self.ends = recursions, shared, block, ends
-        idle = {name: -1 for name in ("recursion", "feed", "row", "slot", "line", "place", "end")}
+        idle = dict.fromkeys(("recursion", "feed", "row", "slot", "line", "place", "end"), -1)
         idle |= {"position": 0, "stops": [-1] * STOPS, "keys": 0, "end_keys": 0}
         self.lanes = [dict(idle) for _ in range(slots)]
 
