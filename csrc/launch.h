@@ -56,10 +56,11 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
            int seqlens_dtype, int activation, double alpha, double temperature, double largest, int64_t in_flight,
            int dtype, int weight_dtype, Address stream);
 
-// sample.cu; row is the stride of a lane's logits, most the bytes of shared memory that a lane may take besides
+// sample.cu; temperature, top_p and min_p are float64; row is the stride of a lane's logits, of are those of the
+// settings, and most the bytes of shared memory that it may ask for
 void sample(Address logits, Address temperature, Address top_k, Address top_p, Address min_p, Address seed,
-            Address position, Address tokens, int64_t n, int vocabulary, int64_t row, int most, int dtype,
-            Address stream);
+            Address position, Address tokens, int64_t n, int vocabulary, int64_t row,
+            std::array<int64_t, 6> of, int most, int dtype, Address stream);
 
 // rope.cu; tokens stand at (batch, length)
 void rope(Address q, Address k, Address positions, Address out_q, Address out_k, int64_t batch, int64_t length,

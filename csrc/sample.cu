@@ -24,10 +24,10 @@ constexpr double kFaint = 100;                  // e^-kFaint of the likeliest do
 
 struct Params {
   const void* logits;
-  const float *temperature, *top_p, *min_p;
+  const double *temperature, *top_p, *min_p;
   const int64_t *top_k, *seed, *position;
   int64_t* tokens;
-  int64_t row;
+  int64_t row, of[6];  // strides: of the logits, and of the settings in the launcher's order
   int vocabulary, room;  // bytes of the memory that the launch asks for
 };
 
@@ -201,7 +201,7 @@ __device__ __forceinline__ double sum_of(Shared& s, double own) {
 __device__ __forceinline__ float largest_of(Shared& s, float own) {
   const auto fold = [](float x) {
 #pragma unroll
-    for (int step = kWarp / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
+    for (int step = kWarp / 2; step; step /= 2) x = max(x, __shfl_xor_sync(kAll, x, step));
     return x;
   };
   own = fold(own);
@@ -291,18 +291,16 @@ __device__ __forceinline__ double uniform(uint64_t seed, uint64_t position) {
 }
 
 // The least sum that as a float64 is no less than top_p.
-__device__ __forceinline__ uint64_t bound_of(float top_p) {
+__device__ __forceinline__ uint64_t bound_of(double top_p) {
   const double mass = top_p * kOne;
   if (mass <= 0x1p53) return uint64_t(ceil(mass));
-  const uint64_t lower = uint64_t(nextafter(mass, 0.0)), exact = uint64_t(mass);
-  return exact - (exact - lower) / 2;  // half way is rounded up: of float64's digits, a float32's last ones are even
+  const uint64_t exact = uint64_t(mass), half = (exact - uint64_t(nextafter(mass, 0.0))) / 2;
+  return exact - half + (uint64_t(double(exact - half)) < exact);  // half way is rounded to even digits
 }
 
 struct Settings {
-  double temperature;
-  float top_p, min_p;
+  double temperature, top_p, min_p, uniform;
   int64_t top_k;
-  double uniform;
 };
 
 // The key that is drawn, and of how many tokens of that key it is the first behind. No key under `faint` counts.
@@ -333,8 +331,8 @@ __device__ unsigned draw(Shared& s, const Items& items, const Settings& of, unsi
   const auto weigh = [&](unsigned other) { return other >= least ? uint64_t(probability(other) * kOne) : 0; };
   first_digits<T>(s, items, weigh);
 
-  uint64_t total, ignored, bound = ~uint64_t(0);
-  find(s, 0, bound, key, ignored, total);
+  uint64_t total, bound = ~uint64_t(0);
+  find(s, 0, bound, key, before, total);  // for the total
   for (bool cut = of.top_p < 1;; cut = false) {  // first what top_p leaves, then the token
     bound = cut ? bound_of(of.top_p) : min(uint64_t(of.uniform * double(total)), total - 1) + 1;
     const bool found = descend<T>(s, items, bound, weigh, key, before);
@@ -423,13 +421,14 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
   __shared__ Shared s;
   take_over();
   using Row = Lane<T>;
-  const int64_t lane = blockIdx.x, position = p.position[lane];
+  const int64_t lane = blockIdx.x, position = p.position[lane * p.of[5]];
   if (position < 0) {
     if (threadIdx.x == 0) p.tokens[lane] = -1;
     return;
   }
   Row row(p, lane);
-  Settings of{p.temperature[lane], p.top_p[lane], p.min_p[lane], p.top_k[lane], uniform(p.seed[lane], position)};
+  const Settings of{p.temperature[lane * p.of[0]], p.top_p[lane * p.of[2]], p.min_p[lane * p.of[3]],
+                    uniform(p.seed[lane * p.of[4]], position), p.top_k[lane * p.of[1]]};
   const bool hot = of.temperature > 0 && of.top_p > 0 && of.min_p <= 1;  // or else no token is kept but the likeliest
   if (threadIdx.x == 0) s.token = INT32_MAX;
   auto* copy = launched_memory<typename Row::Packed>();
@@ -439,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
     float logits[Row::kPack];
     to_floats<T, Row::kPack>(x, logits);
 #pragma unroll
-    for (float logit : logits) own = fmaxf(own, logit);
+    for (float logit : logits) own = max(own, logit);  // which NaN isn't
     if (copied && pack < row.end) copy[pack] = x;  // for none but this thread
   });
   const float best = largest_of(s, own);
@@ -484,8 +483,8 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
 }  // namespace
 
 void sample(Address logits, Address temperature, Address top_k, Address top_p, Address min_p, Address seed,
-            Address position, Address tokens, int64_t n, int vocabulary, int64_t row, int most, int dtype,
-            Address stream) {
+            Address position, Address tokens, int64_t n, int vocabulary, int64_t row,
+            std::array<int64_t, 6> of, int most, int dtype, Address stream) {
   int index, room;
   check(cudaGetDevice(&index), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "sample");
@@ -495,9 +494,10 @@ void sample(Address logits, Address temperature, Address top_k, Address top_p, A
                                           : kItemBytes + (int64_t(vocabulary > 0xffff ? 4 : 2) << 16);
     room = int(std::min<int64_t>({room - int(sizeof(Shared)), wanted, most})) / 16 * 16;
     if (sizeof(T) == 4 && room < int64_t(vocabulary) * 4) room = 0;
-    const Params p{pointer<void>(logits), pointer<float>(temperature), pointer<float>(top_p), pointer<float>(min_p),
-                   pointer<int64_t>(top_k), pointer<int64_t>(seed), pointer<int64_t>(position),
-                   pointer<int64_t>(tokens), row, vocabulary, room};
+    Params p{pointer<void>(logits), pointer<double>(temperature), pointer<double>(top_p), pointer<double>(min_p),
+             pointer<int64_t>(top_k), pointer<int64_t>(seed), pointer<int64_t>(position), pointer<int64_t>(tokens), row};
+    std::copy(of.begin(), of.end(), p.of);
+    p.vocabulary = vocabulary, p.room = room;
     check(cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "sample");
     launch(sample_kernel<T>, n, kThreads, room, true, stream, p);
   });

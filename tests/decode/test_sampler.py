@@ -5,6 +5,7 @@ import torch
 
 from mor_kernels.decode.sampler import SamplingParams, log_probabilities
 
+
 def test_log_probabilities_are_of_the_raw_logits():
     logits = torch.randn(3, 20, dtype=torch.float64)
     chosen = torch.tensor([4, 0, 19])

@@ -1,3 +1,20 @@
+"""Which token is chosen: the distribution that is sampled, and the backends' choices from it."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mor_kernels import ops
+from mor_kernels.ops.sample import eager
+from mor_kernels.ops.sample.eager import filtered, uniform
+from tests import strategies as s
+
 MASK = 2**64 - 1
 
 
@@ -13,9 +30,9 @@ def splitmix64(state, count):
     return out
 
 
-def lanes(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
+def lanes(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0, device="cpu"):
     def full(value, dtype):
-        return torch.as_tensor(value, dtype=dtype).expand(n)
+        return torch.as_tensor(value, dtype=dtype, device=device).expand(n)
 
     return (
         full(temperature, torch.float32),
@@ -101,7 +118,7 @@ def test_sample_is_the_inverse_of_the_cumulative_distribution():
     logits = torch.randn(1, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).expand(n, 40)
     settings = lanes(n, 0.8, 20, 0.9, 0.01, seed=7, position=torch.arange(n))
     weights, tokens = filtered(logits, *settings[:4])
-    got = sample(logits, *settings)
+    got = ops.sample(logits, *settings)
     weights = weights[0].tolist()
     assert 1 < sum(w > 0 for w in weights) <= 20
     for i, u in enumerate(uniform(*settings[4:]).tolist()):
@@ -112,45 +129,150 @@ def test_sample_is_the_inverse_of_the_cumulative_distribution():
         assert got[i] == tokens[0, rank]
 
 
-def test_temperature_zero_is_the_first_likeliest_and_lanes_do_not_mix():
-    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).repeat(3, 1)
-    t = torch.tensor([0.0, 5.0, 1e-6])
-    got = sample(logits, t, *lanes(3, seed=3, position=torch.tensor([4, 5, 6]))[1:])
-    alone = [sample(logits[i : i + 1], t[i : i + 1], *lanes(1, seed=3, position=4 + i)[1:]).item() for i in range(3)]
-    assert got[0] == 1 and got[2] in (1, 2)
-    assert got.tolist() == alone
-
-
-def test_batch_mates_do_not_change_a_lane():
-    g = torch.Generator().manual_seed(5)
-    logits = torch.randn(8, 50, generator=g)
-    settings = [torch.rand(8, generator=g) + 0.5, torch.randint(0, 20, (8,), generator=g)]
-    settings += [torch.rand(8, generator=g) * 0.5 + 0.5, torch.rand(8, generator=g) * 0.1]
-    settings += [torch.randint(0, 2**60, (8,), generator=g), torch.randint(0, 2000, (8,), generator=g)]
-    together = sample(logits, *settings)
-    order = torch.randperm(8, generator=g)
-    assert torch.equal(sample(logits[order], *[s[order] for s in settings]), together[order])
-    for i in range(8):
-        assert sample(logits[i : i + 1], *[s[i : i + 1] for s in settings]) == together[i]
-
-
-def test_odd_logits():
-    inf, nan = math.inf, math.nan
-    logits = torch.tensor([[nan, 1.0, -inf, 0.0], [-inf, inf, 3.0, nan], [nan, nan, nan, nan], [-inf, -inf, -inf, 2.0]])
-    for temperature in (0.0, 1.0, 1e-30):
-        got = sample(logits, *lanes(4, temperature, seed=1, position=torch.arange(4)))
-        assert got[0] in (1, 3) and got[1:].tolist() == [1, -1, 3]
-
-
-def test_zero_lanes():
-    assert sample(torch.zeros(0, 10), *lanes(0)).shape == (0,)
-
-
 def test_the_ends_of_the_unit_interval(monkeypatch):
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     for u, token in ((0.0, 3), (1 - 2**-53, 0)):
-        monkeypatch.setattr(sampler, "uniform", lambda *_: torch.tensor([u], dtype=torch.float64))  # noqa: B023
-        assert sample(logits, *lanes(1)) == token
-        assert sample(logits, *lanes(1, top_k=2)) == max(token, 2)
+        monkeypatch.setattr(eager, "uniform", lambda *_: torch.tensor([u], dtype=torch.float64))  # noqa: B023
+        assert ops.sample(logits, *lanes(1)) == token
+        assert ops.sample(logits, *lanes(1, top_k=2)) == max(token, 2)
 
 
+def some_logits(kind, shape, seed, dtype):
+    """Of a kind: normal ones; ties; ties, NaN and infinities; few numbers; or of all magnitudes."""
+    if kind in ("tied", "special"):
+        x = s.tied(shape, seed, dtype) * 3
+        odd = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 1))
+        places = [(0.0, math.nan), (0.1, math.inf), (0.15, -math.inf), (0.25, -0.0)]
+        for place, value in places if kind == "special" else ():
+            x = x.masked_fill((odd >= place) & (odd < place + 0.1 / (1 + 9 * (value == math.inf))), value)
+        return x
+    x = s.normal(shape, seed) * 4
+    if kind == "scattered":
+        x *= 10.0 ** s.normal(shape, seed + 1)
+    return x.to(dtype)
+
+
+def some_settings(n, vocabulary, seed, positions=2000):
+    """Of each lane its own; one in five is padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one_of(*values, dtype=torch.float64):
+        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (n,), generator=generator)]
+
+    position = torch.randint(positions, (n,), generator=generator)
+    return (
+        one_of(0, 1e-320, 1e-6, 0.3, 1, 1, 2.5, 1e6, 1e308),
+        one_of(0, 0, 1, 2, 9, vocabulary, vocabulary + 5, 2**40, dtype=torch.int64),
+        one_of(1, 1, 1e-300, 0.25, 0.5, 0.9, 1 - 2**-53),
+        one_of(0, 0, 1e-6, 0.05, 0.5, 1),
+        torch.randint(2**62, (n,), generator=generator),
+        torch.where(torch.randint(5, (n,), generator=generator) == 0, -1 - position, position),
+    )
+
+
+def check(device, backend, logits, settings):
+    """The same tokens as eager chooses on the CPU."""
+    got = ops.sample(logits.to(device), *(t.to(device) for t in settings), backend=backend)
+    assert torch.equal(got.cpu(), ops.sample(logits, *settings, backend="eager"))
+
+
+KINDS = ["normal", "tied", "special", "scattered"]
+
+
+@s.targets("sample")
+@given(
+    n=st.integers(0, 4), vocabulary=st.sampled_from([1, 2, 7, 8, 50, 97, 1000, 3001]), seed=s.seeds, dtype=s.dtypes,
+    kind=st.sampled_from(KINDS), strided=st.booleans(), offset=st.integers(0, 3),
+)  # fmt: skip
+def test_equals_eager(device, backend, n, vocabulary, seed, dtype, kind, strided, offset):
+    s.assume_served(device, backend, dtype)
+    logits = some_logits(kind, (n, vocabulary), seed, dtype)
+    memory = torch.full((n, 2 * vocabulary + 5), math.nan, dtype=dtype)
+    view = memory[:, offset : offset + vocabulary * (1 + strided) : 1 + strided]
+    view.copy_(logits)
+    check(device, backend, view, some_settings(n, vocabulary, seed))
+
+
+@s.targets("sample")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, *s.HALVES])
+def test_large_vocabularies(device, backend, dtype, kind):
+    """Those that fit shared memory or not, and of more tokens than 16 bits count."""
+    for vocabulary in (49152, 70001):
+        check(device, backend, some_logits(kind, (4, vocabulary), 3, dtype), some_settings(4, vocabulary, vocabulary))
+
+
+@s.targets("sample")
+@pytest.mark.parametrize("dtype", [torch.float32, *s.HALVES])
+def test_without_room(monkeypatch, device, backend, dtype):
+    """In shared memory: for no logits and no counts; for the list of keys alone; for the counts of a few."""
+    if backend != "cuda":
+        pytest.skip("only kernels use it")
+    from mor_kernels.ops.sample import cuda
+
+    for most in (0, 2**15, 2**15 + 2**8):
+        monkeypatch.setattr(cuda, "MOST", most)
+        for kind in ("scattered", "special"):
+            check(device, backend, some_logits(kind, (3, 500), most, dtype), some_settings(3, 500, most))
+
+
+@s.targets("sample")
+@pytest.mark.parametrize("dtype", s.HALVES)
+def test_every_number_of_16_bits(device, backend, dtype):
+    """More distinct logits than the kernel lists."""
+    logits = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).expand(3, -1)
+    check(device, backend, logits, lanes(3, [0.0, 3e4, 3e38], [0, 0, 9000], position=torch.arange(3)))
+
+
+@s.targets("sample")
+def test_temperature_zero_is_the_first_likeliest_and_lanes_do_not_mix(device, backend):
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]], device=device).repeat(3, 1)
+    settings = lanes(3, torch.tensor([0.0, 5.0, 1e-6]), seed=3, position=torch.tensor([4, 5, 6]), device=device)
+    got = ops.sample(logits, *settings, backend=backend)
+    assert got[0] == 1 and got[2] in (1, 2)
+    for i in range(3):
+        alone = slice(i, i + 1)
+        assert ops.sample(logits[alone], *(t[alone] for t in settings), backend=backend) == got[i]
+
+
+@s.targets("sample")
+def test_batch_mates_do_not_change_a_lane(device, backend):
+    """Nor where its row begins in memory, or what stands beside it."""
+    logits = some_logits("normal", (6, 51), 5, torch.float32).to(device)
+    settings = [t.to(device) for t in some_settings(6, 51, 6)]
+    together = ops.sample(logits, *settings, backend=backend)
+    order = torch.tensor([3, 0, 5, 1, 4, 2], device=device)
+    again = ops.sample(logits[order], *(t[order] for t in settings), backend=backend)
+    assert torch.equal(again, together[order])
+
+
+@s.targets("sample")
+def test_odd_logits(device, backend):
+    inf, nan = math.inf, math.nan
+    logits = [[nan, 1.0, -inf, 0.0], [-inf, inf, 3.0, nan], [nan, nan, -nan, nan], [-inf, -inf, -inf, 2.0], [-inf] * 4]
+    logits = torch.tensor(logits, device=device)
+    for temperature in (0.0, 1.0, 1e-30):
+        settings = lanes(5, temperature, seed=1, position=torch.arange(5), device=device)
+        got = ops.sample(logits, *settings, backend=backend)
+        assert got[0] in (1, 3) and got[1:].tolist() == [1, -1, 3, -1]
+
+
+@s.targets("sample")
+def test_padding_gets_no_token(device, backend):
+    settings = lanes(3, [0.0, 1.0, 1.0], position=[-1, -(2**40), 2**40], device=device)
+    got = ops.sample(torch.zeros(3, 1, device=device), *settings, backend=backend)
+    assert got.tolist() == [-1, -1, 0]
+
+
+@s.targets("sample")
+def test_tokens_come_as_often_as_they_are_likely(device, backend):
+    """By chi-square: above 30 with a probability of 1 in 2,000, of 10 degrees of freedom."""
+    n = 4000
+    if (device, backend) == ("cpu", "cuda"):
+        pytest.skip("the emulator takes a tenth of a second a lane")
+    logits = torch.arange(14.0, device=device).div(5).expand(n, -1)
+    settings = lanes(n, 1.5, 11, seed=torch.arange(n), position=7, device=device)
+    got = ops.sample(logits, *settings, backend=backend)
+    want = n * (logits[0, 3:] / 1.5).softmax(-1)
+    counts = torch.bincount(got, minlength=14)[3:]
+    assert counts.sum() == n and ((counts - want) ** 2 / want).sum() < 30

@@ -8,7 +8,8 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from . import eager
 
-# Triton has none: without sums in shared memory it would have to sort the logits, and its exponentials aren't of float64
+# Triton has none: without sums in shared memory it would have to sort the logits. Numbers are handed on as the bits of
+# float64, since tensors of that dtype are left to eager.
 _sample = define(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, "
     "str backend) -> Tensor",
@@ -41,11 +42,11 @@ def sample(
     Args:
         logits: (n, V), V at least 1; bf16, fp16, fp32 or fp64; any strides. NaN and -inf are never chosen, and +inf is
             likelier than any number.
-        temperature: (n,) fp32, finite.
+        temperature: (n,) fp32 or fp64, finite, as the other numbers.
         top_k: (n,) int64: keep the k likeliest tokens and those tied with the k-th; 0 keeps all.
-        top_p: (n,) fp32: keep the likeliest tokens up to and including the one at which their mass reaches top_p; 1
+        top_p: (n,): keep the likeliest tokens up to and including the one at which their mass reaches top_p; 1
             keeps all.
-        min_p: (n,) fp32: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        min_p: (n,): keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
         seed: (n,) int64.
         position: (n,) int64 from 0; negative for lanes of padding, whose logits aren't read by kernels.
 
@@ -58,8 +59,8 @@ def sample(
     if not logits.shape[1]:
         _checks.fail(op, "logits", "at least one token", 0)
     for name, numbers in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
-        _checks.tensor(op, name, numbers, (n,), (torch.float32,), logits)
+        _checks.tensor(op, name, numbers, (n,), (torch.float32, torch.float64), logits)
     for name, numbers in (("top_k", top_k), ("seed", seed), ("position", position)):
         _checks.tensor(op, name, numbers, (n,), (torch.int64,), logits)
-    chosen = resolve(op, backend, logits)
-    return _sample(logits.detach(), temperature, top_k, top_p, min_p, seed, position, chosen)
+    temperature, top_p, min_p = (t.detach().double().view(torch.int64) for t in (temperature, top_p, min_p))
+    return _sample(logits.detach(), temperature, top_k, top_p, min_p, seed, position, resolve(op, backend, logits))

@@ -16,6 +16,9 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, position):
     if n:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        settings = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, position)]
-        launch(_C.sample, logits, *settings, tokens, n, vocabulary, logits.stride(0), MOST, logits.dtype)
+        settings = (temperature, top_k, top_p, min_p, seed, position)
+        launch(
+            _C.sample, logits, *settings, tokens,
+            n, vocabulary, logits.stride(0), [t.stride(0) for t in settings], MOST, logits.dtype,
+        )  # fmt: skip
     return tokens

@@ -66,6 +66,7 @@ def filtered(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
+    temperature, top_p, min_p = (bits.view(torch.float64) for bits in (temperature, top_p, min_p))
     clean = _finite(logits)
     chosen = clean.argmax(-1)
     hot = temperature > 0
