@@ -31,7 +31,13 @@ struct Params {
   int vocabulary, room;  // bytes of the memory that the launch asks for
 };
 
+struct Settings {
+  double temperature, top_p, min_p, uniform;
+  int64_t top_k;
+};
+
 struct Shared {
+  Settings of;  // kept here, as registers are scarce
   unsigned low[2][kBins], high[2][kBins];  // sums by the first digit, and by another; the likeliest tokens' first
   uint64_t totals[kWarps], before;
   double sums[kWarps];
@@ -298,14 +304,10 @@ __device__ __forceinline__ uint64_t bound_of(double top_p) {
   return exact - half + (uint64_t(double(exact - half)) < exact);  // half way is rounded to even digits
 }
 
-struct Settings {
-  double temperature, top_p, min_p, uniform;
-  int64_t top_k;
-};
-
 // The key that is drawn, and of how many tokens of that key it is the first behind. No key under `faint` counts.
 template <class T, class Items>
-__device__ unsigned draw(Shared& s, const Items& items, const Settings& of, unsigned best, unsigned faint, int& rank) {
+__device__ unsigned draw(Shared& s, const Items& items, unsigned best, unsigned faint, int& rank) {
+  const Settings& of = s.of;
   const double top = value_of<T>(best);
   const auto score = [&](unsigned key) { return (value_of<T>(key) - top) / of.temperature; };
   unsigned least = faint, key;
@@ -427,10 +429,13 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
     return;
   }
   Row row(p, lane);
-  const Settings of{p.temperature[lane * p.of[0]], p.top_p[lane * p.of[2]], p.min_p[lane * p.of[3]],
-                    uniform(p.seed[lane * p.of[4]], position), p.top_k[lane * p.of[1]]};
-  const bool hot = of.temperature > 0 && of.top_p > 0 && of.min_p <= 1;  // or else no token is kept but the likeliest
-  if (threadIdx.x == 0) s.token = INT32_MAX;
+  const double temperature = p.temperature[lane * p.of[0]], top_p = p.top_p[lane * p.of[2]];
+  const double min_p = p.min_p[lane * p.of[3]];
+  const bool hot = temperature > 0 && top_p > 0 && min_p <= 1;  // or else no token is kept but the likeliest
+  if (threadIdx.x == 0) {
+    const int64_t top_k = p.top_k[lane * p.of[1]], seed = p.seed[lane * p.of[4]];
+    s.of = {temperature, top_p, min_p, uniform(seed, position), top_k}, s.token = INT32_MAX;
+  }
   auto* copy = launched_memory<typename Row::Packed>();
   const bool copied = sizeof(T) == 4 && hot && int64_t(ceil_div(p.vocabulary, Row::kPack)) * 16 <= p.room;
   float own = -INFINITY;
@@ -465,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
   if (copied) row.held = copy;
   const unsigned highest = key_of<T>(bits_of<T>(best));
   // rounded, and so a key lower
-  const unsigned faintest = key_of<T>(bits_of<T>(float(value_of<T>(highest) - kFaint * of.temperature)));
+  const unsigned faintest = key_of<T>(bits_of<T>(float(value_of<T>(highest) - kFaint * temperature)));
   const unsigned faint = min(max(faintest, kLowest<T> + 1) - 1, highest);
   unsigned key;
   int rank;
@@ -474,9 +479,9 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
     Counted counted;
     counted.base = faint;
     counts = count_keys(s, p, row, highest, counted);
-    if (counts) key = draw<T>(s, counted, of, highest, faint, rank);
+    if (counts) key = draw<T>(s, counted, highest, faint, rank);
   }
-  if (!counts) key = draw<T>(s, row, of, highest, faint, rank);
+  if (!counts) key = draw<T>(s, row, highest, faint, rank);
   locate(s, row, key, rank, p.tokens + lane);
 }
 

@@ -8,13 +8,14 @@ from .. import _checks
 from .._dispatch import deferred, define, resolve
 from . import eager
 
-# Triton has none: without sums in shared memory it would have to sort the logits. Numbers are handed on as the bits of
-# float64, since tensors of that dtype are left to eager.
+# Triton's is eager's: without sums in shared memory it would have to sort the logits, too. Numbers are handed on as the
+# bits of float64, since tensors of that dtype are left to eager.
 _sample = define(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, "
     "str backend) -> Tensor",
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
     eager=eager.sample,
+    triton=eager.sample,
     cuda=deferred(f"{__name__}.cuda", "sample"),
 )
 
