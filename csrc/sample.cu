@@ -439,11 +439,13 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
   auto* copy = launched_memory<typename Row::Packed>();
   const bool copied = sizeof(T) == 4 && hot && int64_t(ceil_div(p.vocabulary, Row::kPack)) * 16 <= p.room;
   float own = -INFINITY;
+  int at = 0;  // the pack with the first of the thread's likeliest
   row.template each_pack<4>([&](int pack, const auto& x) {
-    float logits[Row::kPack];
+    float logits[Row::kPack], likeliest = -INFINITY;
     to_floats<T, Row::kPack>(x, logits);
 #pragma unroll
-    for (float logit : logits) own = max(own, logit);  // which NaN isn't
+    for (float logit : logits) likeliest = max(likeliest, logit);  // not NaN, since that comes second
+    if (likeliest > own) own = likeliest, at = pack;
     if (copied && pack < row.end) copy[pack] = x;  // for none but this thread
   });
   const float best = largest_of(s, own);
@@ -453,14 +455,13 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
   }
   if (!hot) {
     if (own == best) {
-      bool found = false;
-      for (int pack = row.begin + threadIdx.x % kWarp; !found; pack += kWarp) {
-        float logits[Row::kPack];
-        to_floats<T, Row::kPack>(row.load(pack), logits);
+      float logits[Row::kPack];
+      to_floats<T, Row::kPack>(row.load(at), logits);
+      int first = 0;
 #pragma unroll
-        for (int i = Row::kPack - 1; i >= 0; --i)
-          if (logits[i] == best) atomicMin(&s.token, pack * Row::kPack + i), found = true;
-      }
+      for (int i = Row::kPack - 1; i >= 0; --i)
+        if (logits[i] == best) first = i;
+      atomicMin(&s.token, at * Row::kPack + first);
     }
     __syncthreads();
     if (threadIdx.x == 0) p.tokens[lane] = s.token;
