@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("scatter_back_backward", &scatter_back_backward);
   m.def("route", &route);
   m.def("rope", &rope);
+  m.def("sample", &sample);
   m.def("kv_append", &kv_append);
   m.def("kv_merge", &kv_merge);
   m.def("kv_lookup", &kv_lookup);

@@ -56,6 +56,12 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
            int seqlens_dtype, int activation, double alpha, double temperature, double largest, int64_t in_flight,
            int dtype, int weight_dtype, Address stream);
 
+// sample.cu; temperature, top_p and min_p are float64; row is the stride of a lane's logits, of are those of the
+// settings, and most the bytes of shared memory that it may ask for
+void sample(Address logits, Address temperature, Address top_k, Address top_p, Address min_p, Address seed,
+            Address position, Address tokens, int64_t n, int vocabulary, int64_t row,
+            std::array<int64_t, 6> of, int most, int dtype, Address stream);
+
 // rope.cu; tokens stand at (batch, length)
 void rope(Address q, Address k, Address positions, Address out_q, Address out_k, int64_t batch, int64_t length,
           int q_heads, int k_heads, int half, double theta, bool inverse, int64_t p_b, int64_t p_n, int64_t q_b,

@@ -86,6 +86,16 @@ def streams() -> None:
                 )  # fmt: skip
 
 
+def sampling() -> None:
+    """Keys that are counted or not, in shared memory or not, in rows that begin anywhere."""
+    for vocabulary, dtype in ((1, FP32), (1001, BF16), (49152, BF16), (49152, FP32), (70001, FP16), (70001, FP32)):
+        numbers = (torch.rand(5, device="cuda") for _ in range(3))
+        temperature, top_p, min_p = (t.masked_fill(t < 0.2, 0) for t in numbers)
+        whole = torch.tensor([0, 1, 50, 2, 7], device="cuda")
+        for logits in (normal(5, vocabulary, dtype=dtype), strided(normal(5, vocabulary, dtype=dtype))):
+            ops.sample(logits, temperature, whole, 1 - top_p, min_p, whole, whole - 1, backend=BACKEND)
+
+
 def pages_of(lens: list[int], page_size: int) -> tuple[torch.Tensor, int]:
     """A page table of rows of these lengths, whose pages lie anywhere, and how many pages there are."""
     need = [-(-length // page_size) for length in lens]
@@ -201,7 +211,7 @@ def main() -> None:
     called: set[str] = set()
     for name, table in tables.items():
         table[BACKEND] = recorded(name, table[BACKEND], called)
-    parts = {"streams": streams, "caches": caches, "attention": attention}
+    parts = {"streams": streams, "caches": caches, "sampling": sampling, "attention": attention}
     for name in sys.argv[1:] or parts:
         print(name, flush=True)
         parts[name]()

@@ -28,7 +28,7 @@ LIMITS = {
     r"^empty|^gather|^invert|^lookup_kernel|^merge|^sum_partials": 32,
     r"^lookup_backward": 48,
     r"^scatter_back": 72,
-    r"^route": 64,
+    r"^route|^sample": 64,
     # as many blocks of 128 threads as Setting::kBlocks says: five, four, two, or three
     r"^paged_attention_kernel<Setting<(__half|__nv_bfloat16), 64, 1,": 96,
     r"^paged_attention_kernel<Setting<unsigned char, 64, 1,": 128,

@@ -31,6 +31,7 @@ from .pages import Pages, Taken, commit_pages_, free_pages_, take_pages_
 from .rms_norm import rms_norm, rms_norm_linear
 from .rope import rope, rope_qkv
 from .route import Routed, route
+from .sample import sample
 from .scatter_back import scatter_back, scatter_back_
 from .swiglu import swiglu_linear
 
@@ -68,6 +69,7 @@ __all__ = [
     "route",
     "router_bias_update",
     "routing_entropy",
+    "sample",
     "sampling_accuracy",
     "scatter_back",
     "scatter_back_",

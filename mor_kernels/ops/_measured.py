@@ -79,6 +79,7 @@ CHOICES = {
     "depth_step_": Choice(
         "D960: 32 tokens 0.0020 / 0.0020, 512 tokens 0.0032 / 0.0027, where the host's time counts for more", _always
     ),
+    "sample": Choice("not measured: Triton's is PyTorch's own operators, which sort the logits in float64", _always),
     "kv_lookup": Choice(
         "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0456; of 2,048: 0.0444 / "
         "0.0448, 0.1668 / 0.1671, 0.6571 / 0.6571",

@@ -113,7 +113,9 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
 
 // And the rest of what it calls.
 cudaError_t cudaGetDevice(int* index) { return *index = 0, cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  return *value = which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes : 2, cudaSuccess;
+}
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 12030, cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "refused by the emulator"; }

@@ -165,7 +165,8 @@ template <class T>
 T now_at(T* at) {
   return __atomic_load_n(at, __ATOMIC_RELAXED);
 }
-inline int atomicAdd(int* at, int x) { return exchanged(at, now_at(at) + x); }
+template <class T>
+T atomicAdd(T* at, T x) { return exchanged(at, now_at(at) + x); }
 inline int atomicMin(int* at, int x) { return exchanged(at, std::min(now_at(at), x)); }
 template <class T>
 T atomicMax(T* at, T x) { return exchanged(at, std::max(now_at(at), x)); }

@@ -83,6 +83,15 @@ CASES = {
             torch.tensor([3, 0, 1, 6, 2, 2]),
         ],
     ),
+    "sample": (
+        lambda x, t, k, p, s, n: ops.sample(x, t, k, p, 1 - p, s, n),
+        [],
+        [
+            normal((4, 50), 0, torch.float32),
+            *(torch.tensor(v) for v in ([0.0, 1.0, 0.5, 1.0], [0, 9, 0, 0], [1.0, 0.9, 0.5, 1.0], [0, 1, 2, 3])),
+            torch.tensor([0, 3, 5, -1]),
+        ],
+    ),
     "aux_loss": (lambda l, i, n: ops.aux_loss(l, i, seqlens=n), [(2, 5)], [INDEX, LENS]),
     "z_loss": (lambda l, d: ops.z_loss(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
     "aux_loss_nested": (lambda l, i, c: ops.aux_loss(l, i, candidates=c), [(2, 3)], [INDEX[:, :2], INDEX]),
@@ -243,6 +252,16 @@ def test_serving_compiles_whole_and_once(monkeypatch, device, backend):
         assert all(torch.equal(a, b) for a, b in zip(ours[-1], others[-1]))
         refusals += int(refused) != 0
     assert 0 < refusals < 10
+
+
+@targets("sample")
+def test_opcheck_sample_of_each_backend(device, backend):
+    function, _, others = make("sample", device=device)
+    with Recorder() as recorder:
+        function(*others)
+    ((op, args),) = recorder.calls
+    torch.library.opcheck(op, [*args[:-1], backend])
+    torch.library.opcheck(op, [args[0].mT.contiguous().mT, *args[1:-1], backend])
 
 
 @targets("choose_depths")

@@ -36,6 +36,12 @@ def step(**changed):
     return ops.depth_step_(**(arguments | changed))
 
 
+def sample(**changed):
+    """A choice of tokens that is right but for what changed."""
+    numbers = dict.fromkeys(("temperature", "top_p", "min_p"), X[0, :, 0])
+    return ops.sample(**({"logits": X[0]} | numbers | dict.fromkeys(("top_k", "seed", "position"), I5[0]) | changed))
+
+
 def cross_entropy(**changed):
     """A call of a linear layer's cross-entropy that is right but for what changed."""
     return ops.linear_cross_entropy(**({"x": X, "weight": X[0], "targets": I5} | changed))
@@ -102,6 +108,15 @@ BAD = [
     (lambda: step(activation="softmax"), "depth_step_: activation: expected 'sigmoid' or .*, got 'softmax'"),
     (lambda: step(residual="add"), "depth_step_: residual: expected 'block' or .*, got 'add'"),
     (lambda: step(temperature=0.0), "depth_step_: temperature: expected a number > 0 in fp32, got 0.0"),
+    (lambda: sample(logits=X), r"sample: logits: expected shape \(n, V\), got \(2, 5, 4\)"),
+    (lambda: sample(logits=X[0, :, :0]), "sample: logits: expected at least one token, got 0"),
+    (lambda: sample(logits=I5), "sample: logits: expected dtype float32 or .*, got torch.int64"),
+    (lambda: sample(temperature=X[0, :, 0].half()), "sample: temperature: expected dtype float32 or float64, got"),
+    (lambda: sample(top_p=W), r"sample: top_p: expected shape \(5\), got \(4\)"),
+    (lambda: sample(min_p=1.0), "sample: min_p: expected a tensor, got float"),
+    (lambda: sample(top_k=I5[0].int()), "sample: top_k: expected dtype int64, got torch.int32"),
+    (lambda: sample(seed=I5[0].to("meta")), "sample: seed: expected device cpu, got meta"),
+    (lambda: sample(position=X[0, :, 0]), "sample: position: expected dtype int64, got torch.float32"),
     (lambda: ops.attention(Q, K[..., :3], K), r"attention: k: expected shape \(2, Tk, G, 4\), got \(2, 5, 2, 3\)"),
     (lambda: ops.attention(Q[:, :, :5], K, K), "attention: k: expected a number .* divides the 5 query heads, got 2"),
     (lambda: ops.attention(Q, K.half(), K), "attention: k: expected the dtype of q, torch.float32, got torch.float16"),

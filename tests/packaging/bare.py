@@ -31,6 +31,7 @@ pages = torch.arange(B, dtype=torch.int32)[:, None]
 rows = torch.tensor([4, -1, 2])
 kept = torch.tensor([[True, False, True], [False, False, True]])
 counts = torch.tensor([3.0, 1.0])
+ones, order = torch.ones(N), torch.arange(N)
 routed = ops.route(x, weight, K)
 depths = ops.choose_depths(logits).depths
 
@@ -102,6 +103,7 @@ CALLS = {
     "routing_entropy": lambda: ops.routing_entropy(logits.softmax(-1).flatten(0, 1)),
     "rms_norm": lambda: ops.rms_norm(x, floats(D))[1],
     "rms_norm_linear": lambda: ops.rms_norm_linear(x, floats(D), floats(N, D))[1],
+    "sample": lambda: ops.sample(x[0], ones, order, ones, ones, order, order),
     "sampling_accuracy": lambda: ops.sampling_accuracy(~kept, kept),
     "scatter_back": lambda: ops.scatter_back(x, routed.rows, routed.indices, routed.gates),
     "scatter_back_": scatter_in_place,
