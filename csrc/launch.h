@@ -41,6 +41,12 @@ void scatter_back_backward(Address d_out, Address x, Address update, Address ind
                            int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b, int64_t f_k,
                            int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream);
 
+// decode_linear.cu; columns of y, (n, columns) and contiguous, of which a block has of_block, or, gated, half as many;
+// of K a block has one of as many parts. 0: as is best.
+void decode_linear(Address x, Address weight, Address norm_weight, Address residual, Address out, double eps, int n,
+                   int k, int columns, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
+                   int of_block, int parts, int dtype, Address stream);
+
 // depth_step.cu
 void depth_step(Address x, Address update, Address logits, Address recursions, Address weight, Address last,
                 Address replayed, Address aux_weight, Address goes_on, int64_t n, int64_t routers, int width,

@@ -10,6 +10,7 @@ was; float64, and tensors on the CPU, get plain PyTorch.
 """
 
 from .attention import attention, attention_varlen
+from .decode_linear import decode_linear
 from .depth_step import depth_step_
 from .gather import gather
 from .kv import kv_append, kv_append_, kv_lookup
@@ -47,6 +48,7 @@ __all__ = [
     "choose_depths",
     "commit_pages_",
     "dead_token_ratio",
+    "decode_linear",
     "depth_step_",
     "free_pages_",
     "gather",
