@@ -44,7 +44,7 @@ struct Linear {
   Cache k_cache, v_cache;
   int64_t slots_there;
   Divisor page_size{1};
-  int q_heads, heads, positions_dtype;
+  int q_heads, heads, positions_dtype, frequencies_at;
   double log2_step;
 };
 
@@ -327,8 +327,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   }
   Frequencies* frequencies = nullptr;
   if constexpr (C::kHeads) {
-    frequencies = reinterpret_cast<Frequencies*>(
-        memory + std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes));
+    frequencies = reinterpret_cast<Frequencies*>(memory + p.frequencies_at);
     frequencies->fill(C::kColumns / 2, p.log2_step);
   }
   // In this order: a kernel that begins while this one runs reads ahead what the kernel before this one has written.
@@ -380,8 +379,8 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
 
 template <class C>
 void run(Linear p, Address stream) {
-  const int ring = std::min(p.each, C::kStages) * C::kStageBytes;
-  const int shared = std::max(ring, C::kSumBytes) + (C::kHeads ? sizeof(Frequencies) : 0);
+  p.frequencies_at = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
+  const int shared = p.frequencies_at + (C::kHeads ? sizeof(Frequencies) : 0);
   const auto set = [](cudaFuncAttribute attribute, int value) {
     check(cudaFuncSetAttribute(decode_linear_kernel<C>, attribute, value), "decode_linear");
   };
@@ -429,6 +428,16 @@ void run_rows(const Linear& p, Address stream) {
   else run<Setting<T, C, 128, G, H>>(p, stream);
 }
 
+Linear linear(Address x, Address weight, Address norm_weight, Address out, double eps, int n, int k, int columns,
+              int64_t x_n, int64_t weight_n, bool prefetch) {
+  Linear p{};
+  p.x = pointer<void>(x), p.weight = pointer<void>(weight), p.gain = pointer<void>(norm_weight);
+  p.out = pointer<void>(out), p.x_n = x_n, p.weight_n = weight_n;
+  p.n = n, p.k = k, p.columns = columns, p.chunks = ceil_div(k, kChunk);
+  p.prefetch = prefetch, p.eps = float(eps);
+  return p;
+}
+
 template <class T, bool G>
 void run_columns(const Linear& p, int columns, Address stream) {
   if (columns == 32) run_rows<T, 32, G, false>(p, stream);
@@ -441,17 +450,28 @@ void run_columns(const Linear& p, int columns, Address stream) {
 void decode_linear(Address x, Address weight, Address norm_weight, Address residual, Address out, double eps, int n,
                    int k, int columns, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
                    int of_block, int parts, int dtype, Address stream) {
-  Linear p{};
-  p.x = pointer<void>(x), p.weight = pointer<void>(weight), p.gain = pointer<void>(norm_weight);
-  p.residual = pointer<void>(residual), p.out = pointer<void>(out);
-  p.x_n = x_n, p.weight_n = weight_n, p.residual_n = residual_n;
-  p.n = n, p.k = k, p.columns = columns, p.chunks = ceil_div(k, kChunk);
-  p.gated = gated, p.prefetch = prefetch, p.eps = float(eps);
+  Linear p = linear(x, weight, norm_weight, out, eps, n, k, columns, x_n, weight_n, prefetch);
+  p.residual = pointer<void>(residual), p.residual_n = residual_n, p.gated = gated;
   p.wide = columns % kUnit == 0 && residual % 8 == 0 && residual_n % kUnit == 0;
   of_block = choose(p, columns * (gated ? 2 : 1), of_block, parts);
-  if (dtype == kBF16) norm_weight ? run_columns<bf16, true>(p, of_block, stream) : run_columns<bf16, false>(p, of_block, stream);
-  else if (dtype == kF16 && !norm_weight) run_columns<fp16, false>(p, of_block, stream);
-  else throw std::invalid_argument("decode_linear: expected bfloat16, or float16 without a norm");
+  if (dtype == kF16 && !norm_weight) run_columns<fp16, false>(p, of_block, stream);
+  else if (dtype != kBF16) throw std::invalid_argument("decode_linear: expected bfloat16, or float16 without a norm");
+  else if (norm_weight) run_columns<bf16, true>(p, of_block, stream);
+  else run_columns<bf16, false>(p, of_block, stream);
+}
+
+void decode_qkv(Address x, Address weight, Address norm_weight, Address slots, Address positions, Address q,
+                Address k_cache, Address v_cache, double eps, double theta, int n, int k, int q_heads, int heads,
+                int width, int page_size, int64_t slots_there, int64_t x_n, int64_t weight_n,
+                std::array<int64_t, 6> to, bool prefetch, int parts, int positions_dtype, Address stream) {
+  const int columns = (q_heads + 2 * heads) * width;
+  Linear p = linear(x, weight, norm_weight, q, eps, n, k, columns, x_n, weight_n, prefetch);
+  p.slots = pointer<int64_t>(slots), p.positions = pointer<void>(positions), p.positions_dtype = positions_dtype;
+  p.k_cache = {pointer<void>(k_cache), to[0], to[1], to[2]}, p.v_cache = {pointer<void>(v_cache), to[3], to[4], to[5]};
+  p.slots_there = slots_there, p.page_size = Divisor(page_size), p.q_heads = q_heads, p.heads = heads;
+  p.log2_step = log2_step(theta, width / 2);
+  if (choose(p, columns, width, parts) == 64) run_rows<bf16, 64, true, true>(p, stream);
+  else run_rows<bf16, 128, true, true>(p, stream);
 }
 
 }  // namespace mor

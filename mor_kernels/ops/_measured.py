@@ -84,10 +84,11 @@ CHOICES = {
         "D960: 32 tokens 0.0020 / 0.0020, 512 tokens 0.0032 / 0.0027, where the host's time counts for more", _always
     ),
     "decode_linear": Choice(
-        "up to 128 rows one launch in place of two or three, which brings the weight from memory while the kernel before "
-        "it ends; of more the products of cuBLAS are bound by arithmetic, of which it gets more out of the tensor cores",
+        "up to 128 rows one launch in place of two or three, which brings the weight from memory while the kernel "
+        "before it ends; of more, arithmetic bounds the products, and cuBLAS gets more out of the tensor cores",
         _few_rows,
     ),
+    "decode_qkv_": Choice("as decode_linear: one launch in place of three", _few_rows),
     "kv_lookup": Choice(
         "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0456; of 2,048: 0.0444 / "
         "0.0448, 0.1668 / 0.1671, 0.6571 / 0.6571",

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
+from reference import ops as reference
 from tests import strategies as s
 
 PLANS = [(0, 0), (32, 1), (32, 4), (64, 2), (64, 8), (128, 1), (128, 3)]
@@ -244,3 +245,109 @@ def test_a_chain_in_a_cuda_graph(backend, prefetch):
         x.copy_(s.normal((n, width), seed, torch.bfloat16))
         want = chain(x).clone()
     torch.cuda.synchronize()
+
+
+def paged(n, pages, page_size, groups, width, seed, dtype, strided):
+    """Caches, of which those of ``strided`` lie (page, head, slot, d) in memory, and slots, a third of them -1."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(pages * page_size, generator=generator)[:n]
+    slots = torch.where(torch.rand(n, generator=generator) < 0.3, -1, slots)
+    shape = (pages, groups, page_size, width) if strided else (pages, page_size, groups, width)
+    caches = [s.normal(shape, seed + i, dtype) for i in (5, 6)]
+    return [c.transpose(1, 2) if strided else c for c in caches], slots
+
+
+@s.targets("decode_qkv_")
+@given(
+    n=st.sampled_from([0, 1, 3, 17, 33]), width=st.sampled_from([8, 72, 200]), counts=st.sampled_from([(1, 1), (3, 2)]),
+    of_head=st.sampled_from([2, 6, 64, 128]), seed=s.seeds, dtype=s.dtypes, strided=st.booleans(),
+    prefetch=st.booleans(), short=st.booleans(), plan=st.sampled_from(PLANS),
+)  # fmt: skip
+def test_heads_are_turned_and_appended(
+    device, backend, n, width, counts, of_head, seed, dtype, strided, prefetch, short, plan
+):  # fmt: skip
+    """Into caches whose other slots stay as they were to the bit."""
+    s.assume_served(device, backend, dtype)
+    if backend == "cuda":
+        of_head, dtype = max(of_head, 64), torch.bfloat16
+    heads, groups = counts
+    (x, weight), options = drawn(n, width, (heads + 2 * groups) * of_head, seed, dtype, True, False, False, strided)
+    del options["gated"]
+    caches, slots = paged(n, 9, 5, groups, of_head, seed, dtype, strided)
+    positions = torch.randint(0, 3000, (n,), generator=torch.Generator().manual_seed(seed))
+    if short:
+        positions = positions.int()
+    (x_there, *there), with_ = on(device, (x, weight, *caches, slots), options | {"positions": positions})
+    with planned(backend, plan):
+        got = ops.decode_qkv_(x_there, *there, heads=heads, **with_, prefetch=prefetch, backend=backend)
+    y, delta = exactly(x, weight, **options, between=backend == "triton")
+    y, delta = (t.view(n, heads + 2 * groups, of_head) for t in (y, delta))
+    of_angle = torch.finfo(torch.float32).eps * (3000 if backend == "eager" and dtype != torch.float64 else 8)
+    turned = reference.rope(y[:, :-groups], positions.long())
+    first, second = y[:, :-groups].abs().chunk(2, 2)
+    both, of_both = first + second, sum(delta[:, :-groups].chunk(2, 2))
+    allowed = (of_both + of_angle * both + torch.finfo(dtype).eps / 2 * both).repeat(1, 1, 2)
+    want, allowed = torch.cat((turned, y[:, -groups:]), 1), torch.cat((allowed, delta[:, -groups:]), 1)
+    assert got.dtype == dtype and got.shape == (n, heads, of_head) and got.is_contiguous()
+    assert ((got.cpu().double() - want[:, :heads]).abs() <= allowed[:, :heads]).all()
+    for nth, (cache, before) in enumerate(zip(there[1:3], caches)):
+        cache, part = cache.cpu(), slice(heads + nth * groups, heads + (nth + 1) * groups)
+        written = slots[slots >= 0]
+        off = (cache.flatten(0, 1)[written].double() - want[slots >= 0, part]).abs()
+        assert (off <= allowed[slots >= 0, part]).all()
+        others = torch.ones(9 * 5, dtype=torch.bool)
+        others[written] = False
+        assert torch.equal(cache.flatten(0, 1)[others], before.flatten(0, 1)[others])
+
+
+@s.targets("decode_qkv_")
+def test_heads_are_those_of_the_two_operators(device, backend):
+    """In float32 or, of the kernel, but for one rounding; also to caches of 8 bits, which that kernel leaves to others,
+    and without any slot."""
+    n, heads, groups, of_head, width = 5, 3, 1, 64, 40
+    dtype = torch.bfloat16 if backend == "cuda" else torch.float32
+    (x, weight), options = drawn(n, width, (heads + 2 * groups) * of_head, 0, dtype, True, False, False, False)
+    del options["gated"]
+    positions, slots = torch.tensor([0, 7, 1, 2**20, 3]), torch.tensor([3, -1, 0, 11, 5])
+    stored = [dtype, torch.float8_e4m3fn] if backend != "cuda" else [dtype]
+    for pages, cache_dtype in [*((3, d) for d in stored), (0, dtype)]:
+        caches = [torch.zeros(pages, 4, groups, of_head, dtype=cache_dtype, device=device) for _ in range(4)]
+        there, with_ = on(device, (x, weight, slots if pages else torch.full((n,), -1), positions), options)
+        *there, slots_there, positions_there = there
+        q = ops.decode_qkv_(
+            *there, *caches[:2], slots_there, heads=heads, positions=positions_there, **with_, backend=backend
+        )
+        y = ops.decode_linear(*there, **with_, backend=backend).view(n, -1, of_head)
+        want, k, v = y.split((heads, groups, groups), 1)
+        want = ops.kv_append_(k, v, *caches[2:], slots_there, positions=positions_there, q=want, backend=backend)
+        rounding = {torch.bfloat16: 2**-6, torch.float32: 1e-5}[dtype]
+        torch.testing.assert_close(q, want, rtol=rounding, atol=rounding)
+        for got, wanted in zip(caches[:2], caches[2:]):
+            rtol = 2**-3 if cache_dtype == torch.float8_e4m3fn else rounding  # a number rounded the other way
+            torch.testing.assert_close(got.float(), wanted.float(), rtol=rtol, atol=rounding)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [(d, b) for d in s.DEVICES for b in ("cuda",) if s.unavailable(b, "decode_qkv_", d) is None],
+)
+def test_which_heads_the_kernel_refuses(device, backend):
+    def call(of_head=64, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, shift=0, x=None):
+        x = s.normal((3, 24), 0, dtype) if x is None else x
+        (x, weight), options = on(device, (x, s.normal((3 * of_head, 24), 1, dtype)), {"norm_weight": x[0].clone()})
+        cache = torch.zeros(2, 4, 1, of_head + shift, device=device).to(cache_dtype)[..., shift:]
+        slots = torch.arange(3, device=device)
+        ops.decode_qkv_(
+            x, weight, cache, cache.clone(), slots, heads=1, positions=slots, **options, backend=backend
+        )  # fmt: skip
+
+    call()
+    for reason, changed in [
+        ("of width 64 or 128, not 32", {"of_head": 32}),
+        ("caches of the dtype of x, torch.bfloat16, not torch.float32", {"cache_dtype": torch.float32}),
+        ("float16 has no room", {"dtype": torch.float16, "cache_dtype": torch.float16}),
+        ("of k_cache don't allow", {"shift": 1}),
+        ("of x don't allow", {"x": s.normal((24, 3), 0, torch.bfloat16).mT}),
+    ]:
+        with pytest.raises(RuntimeError, match=f"decode_qkv_: backend='cuda' is not available: .*{reason}"):
+            call(**changed)

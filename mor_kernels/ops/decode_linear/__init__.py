@@ -6,6 +6,8 @@ import torch
 
 from .. import _checks
 from .._dispatch import deferred, define, resolve
+from ..kv import check_caches
+from ..rope import check_theta
 from . import eager
 
 
@@ -15,6 +17,17 @@ def _refuses(x, weight, norm_weight, eps, residual, gated, prefetch):
         if residual is not None and residual.shape[1] > 1 and residual.stride(1) != 1
         else None
     )
+
+
+def _refuses_heads(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, eps, prefetch):
+    if k_cache.shape[3] not in (64, 128):
+        return f"its heads are of width 64 or 128, not {k_cache.shape[3]}"
+    if k_cache.dtype != x.dtype:
+        return f"it writes caches of the dtype of x, {x.dtype}, not {k_cache.dtype}"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(3) != 1 or any(stride % 4 for stride in cache.stride()[:3]) or cache.data_ptr() % 8:
+            return f"it writes 8 bytes at once, which the strides or address of {name} don't allow"
+    return _unread(x, weight, norm_weight)
 
 
 def _unread(x, weight, norm_weight):
@@ -40,6 +53,15 @@ _linear = define(
     eager=eager.decode_linear,
     triton=deferred(f"{__name__}.triton", "decode_linear"),
     cuda=deferred(f"{__name__}.cuda", "decode_linear", refuses=_refuses),
+)
+
+_qkv = define(
+    "decode_qkv_(Tensor x, Tensor weight, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int heads, "
+    "Tensor positions, float theta, Tensor norm_weight, float eps, bool prefetch, str backend) -> Tensor",
+    fake=lambda x, weight, k_cache, v_cache, slots, heads, *_: x.new_empty(x.shape[0], heads, k_cache.shape[3]),
+    eager=eager.decode_qkv,
+    triton=deferred(f"{__name__}.triton", "decode_qkv"),
+    cuda=deferred(f"{__name__}.cuda", "decode_qkv", refuses=_refuses_heads),
 )
 
 
@@ -93,10 +115,65 @@ def decode_linear(
     return _linear(x, weight, norm_weight, float(eps), residual, bool(gated), bool(prefetch), named)
 
 
-def _of_one_dtype(op, tensors):
-    (name, first), *others = tensors.items()
-    for argument, t in others:
+def decode_qkv_(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    heads: int,
+    positions: torch.Tensor,
+    theta: float = 10000.0,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-5,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """What a Llama layer does before attention while decoding, in one launch: :func:`decode_linear` with a norm, whose
+    columns are queries, keys and values, and :func:`..kv_append_` of them, with queries and keys turned.
+
+    Args:
+        x, norm_weight, eps, prefetch: as in :func:`decode_linear`.
+        weight: ((H + 2G) d, K): of the heads of queries, then of keys, then of values.
+        k_cache, v_cache, slots, positions, theta: as in :func:`..kv_append_`; a float8 cache has scales of 1.
+        heads: H.
+
+    Returns:
+        (n, H, d), the turned queries, dtype of x. The fused kernel, for bf16, heads of width 64 or 128 and caches of
+        x's dtype, rounds nothing between the product and what it writes.
+
+    Raises:
+        RuntimeError: gradients are on and an argument needs one.
+    """
+    op = "decode_qkv_"
+    check_caches(op, k_cache, v_cache)
+    _checks.tensor(op, "x", x, ("n", "K"), like=k_cache)
+    n, width = x.shape
+    if not width:
+        _checks.fail(op, "x", "at least one column", 0)
+    _checks.whole(op, "heads", heads, 1)
+    groups, of_head = k_cache.shape[2:]
+    _checks.tensor(op, "weight", weight, ((heads + 2 * groups) * of_head, width), like=x)
+    _checks.tensor(op, "norm_weight", norm_weight, (width,), like=x)
+    _checks.tensor(op, "slots", slots, (n,), (torch.int64,), x)
+    _checks.tensor(op, "positions", positions, (n,), _checks.INTEGERS, x)
+    if of_head % 2:
+        _checks.fail(op, "k_cache", "heads of an even width, to turn by positions", of_head)
+    check_theta(op, theta)
+    _of_one_dtype(op, {"x": x, "weight": weight, "norm_weight": norm_weight}, k_cache, v_cache)
+    named = resolve(op, backend, x, weight, k_cache)
+    return _qkv(
+        x, weight, k_cache, v_cache, slots, heads, positions, float(theta), norm_weight, float(eps), bool(prefetch),
+        named,
+    )  # fmt: skip
+
+
+def _of_one_dtype(op, tensors, *others):
+    """And no tensor needs a gradient, of ``others`` either."""
+    (name, first), *rest = tensors.items()
+    for argument, t in rest:
         if t is not None and t.dtype != first.dtype:
             _checks.fail(op, argument, f"the dtype of {name}, {first.dtype}", t.dtype)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors.values(), *others)):
         raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")

@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..kv.triton import append_in_place
 from ..rms_norm.triton import add_rms_norm
 from ..swiglu.triton import swiglu
+from .eager import as_heads
 
 
 def product(x, weight, norm_weight, eps):
@@ -22,3 +24,8 @@ def decode_linear(x, weight, norm_weight, eps, residual, gated, prefetch):
     if gated:
         y = swiglu(y)
     return y if residual is None else y + residual
+
+
+def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, eps, prefetch):
+    q, k, v = as_heads(product(x, weight, norm_weight, eps), heads, k_cache)
+    return append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, None, None)
