@@ -114,6 +114,7 @@ def test_equals_reference(
     [(130, 136, 33, False, (0, 0)), (65, 200, 40, True, (64, 2)), (40, 968, 67, True, (128, 1)), (9, 1288, 70, False,
      (32, 1)), (100, 1288, 30, False, (128, 2)), (33, 520, 130, False, (64, 7))],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_many_rows_and_long_ones(device, backend, n, width, columns, gated, plan):
     """More than a tile of rows, more of K than a ring has room for, and parts of several lengths."""
     for norm in (False, True):
