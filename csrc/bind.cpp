@@ -9,6 +9,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("architectures") = MOR_ARCHITECTURES;  // as in CMAKE_CUDA_ARCHITECTURES
   m.attr("cuda") = MOR_CUDA_VERSION;            // of the compiler
   m.def("device_refusal", &device_refusal);
+  m.def("decode_linear", &decode_linear);
+  m.def("decode_qkv", &decode_qkv);
   m.def("depth_step", &depth_step);
   m.def("gather", &gather);
   m.def("gather_backward", &gather_backward);

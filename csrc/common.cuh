@@ -197,7 +197,8 @@ __device__ __forceinline__ float activate(float x, int activation) {
 
 struct Device {
   int multiprocessors;
-  bool early;  // a kernel can begin before the one before it is over
+  bool early;     // a kernel can begin before the one before it is over
+  bool clusters;  // of blocks that read each other's shared memory
 };
 
 // Of the current one.
@@ -206,18 +207,31 @@ const Device& device();
 // With `early`, the kernel may begin once all blocks of the one before it have called let_next_begin() or ended; what
 // that one writes can be read, and what it uses be written, after await_previous().
 template <class... P, class... A>
-void launch(void (*kernel)(P...), dim3 grid, int threads, int shared, bool early, Address stream, A... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch_clusters(void (*kernel)(P...), dim3 grid, int cluster, int threads, int shared, bool early, Address stream,
+                     A... arguments) {
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream_of(stream);
-  config.attrs = &attribute;
-  config.numAttrs = early && device().early;
+  config.attrs = attributes;
+  if (early && device().early) {
+    auto& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    auto& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, P(arguments)...), "launch");
+}
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, int threads, int shared, bool early, Address stream, A... arguments) {
+  launch_clusters(kernel, grid, 1, threads, shared, early, stream, arguments...);
 }
 
 __device__ __forceinline__ void let_next_begin() {

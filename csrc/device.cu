@@ -31,6 +31,7 @@ const Device& device() {
     check(cudaDriverGetVersion(&driver), "device");
     // older drivers can't put such launches into a CUDA graph; older code has no await_previous()
     found.early = driver >= 12030 && attributes.ptxVersion >= 90;
+    found.clusters = attributes.ptxVersion >= 90;
     known[index] = found;
     there[index] = true;
   }

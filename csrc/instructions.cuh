@@ -107,6 +107,67 @@ __device__ __forceinline__ unsigned from_e4m3(unsigned pair) {
 #endif
 }
 
+// Of each half, rounded once: the exact product of two bf16 numbers fits into fp32.
+template <class T>
+__device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+  const Pair y = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+  return reinterpret_cast<const unsigned&>(y);
+}
+
+// Has the line that is there brought into the L2 cache.
+__device__ __forceinline__ void request_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(__cvta_generic_to_global(from)));
+}
+
+// The blocks of a cluster wait for one another in two steps: what a thread wrote before it arrived, others see after
+// they have waited. A kernel that isn't launched in clusters is in one of its own, as every block is before Hopper.
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// Where another block of the cluster has what this one has at an address; for load_of_cluster().
+__device__ __forceinline__ unsigned address_in_block(unsigned own, int rank) {
+#if __CUDA_ARCH__ >= 900
+  unsigned y;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(y) : "r"(own), "r"(rank));
+  return y;
+#else
+  return own;
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+#define MOR_OF_CLUSTER "ld.shared::cluster"
+#else
+#define MOR_OF_CLUSTER "ld.shared"
+#endif
+
+__device__ __forceinline__ float4 load_of_cluster4(unsigned from) {
+  float4 x;
+  asm volatile(MOR_OF_CLUSTER ".v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float load_of_cluster(unsigned from) {
+  float x;
+  asm volatile(MOR_OF_CLUSTER ".f32 %0, [%1];\n" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
+#undef MOR_OF_CLUSTER
+
 // What becomes of a line of the L2 cache: most rows that are scored stay until they are copied, and nothing else does.
 __device__ __forceinline__ unsigned long long to_stay() {
   unsigned long long policy;

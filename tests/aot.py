@@ -198,6 +198,11 @@ def scenarios() -> Iterator[Callable]:
         yield partial(ops.kv_append, new, new, old, old, whole(B))
         yield partial(ops.kv_lookup, old, old, table, offsets, 4096)
     yield partial(ops.kv_append_, new.detach(), new.detach(), old.detach(), old.detach(), whole(B))
+    shapes = (B, 960), (5120, 960), (960,), (1000, 16, 5, 64)
+    few, weight, gain, cache = (floats(*shape, dtype=BF16).detach() for shape in shapes)
+    yield partial(ops.decode_linear, few, weight, norm_weight=gain, gated=True)
+    heads = {"heads": 15, "positions": whole(B), "norm_weight": gain}
+    yield partial(ops.decode_qkv_, few, weight[:1600], cache, cache, whole(B), **heads)
     q, cache = floats(512, 15, 64, dtype=BF16).detach(), floats(1000, 16, 5, 64, dtype=BF16).detach()
     ragged = {"rows": whole(32), "cu_seqlens_q": whole(33, dtype=torch.int32), "q_positions": whole(512)}
     yield partial(ops.paged_attention, q, cache, cache, table, whole(32, dtype=torch.int32), **ragged)

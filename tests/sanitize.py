@@ -96,6 +96,25 @@ def sampling() -> None:
             ops.sample(logits, temperature, whole, 1 - top_p, min_p, whole, whole - 1, backend=BACKEND)
 
 
+def linears() -> None:
+    """Rows of every tile, weights of parts and of single blocks, and what isn't a multiple of either."""
+    for n, width, columns in ((1, 8, 1), (17, 960, 1600), (40, 200, 67), (100, 2560, 960), (130, 1288, 36)):
+        x, weight, gain = (normal(*shape, dtype=BF16) for shape in ((n, width), (2 * columns, width), (width,)))
+        residual = normal(n, columns, dtype=BF16)
+        for norm_weight, prefetch in ((None, True), (gain, False), (gain, True)):
+            for gated in (False, True):
+                options = {"norm_weight": norm_weight, "prefetch": prefetch, "gated": gated, "backend": BACKEND}
+                ops.decode_linear(x, weight[: (2 if gated else 1) * columns], residual=residual, **options)
+        ops.decode_linear(x.half(), weight.half(), backend=BACKEND)
+        for head in (64, 128):
+            cache = normal(3, 50, 2, head, dtype=BF16)
+            slots = torch.arange(n, device="cuda") - 1
+            ops.decode_qkv_(
+                x, normal(7 * head, width, dtype=BF16), cache, cache.clone(), slots, heads=3, positions=slots,
+                norm_weight=gain, backend=BACKEND,
+            )  # fmt: skip
+
+
 def pages_of(lens: list[int], page_size: int) -> tuple[torch.Tensor, int]:
     """A page table of rows of these lengths, whose pages lie anywhere, and how many pages there are."""
     need = [-(-length // page_size) for length in lens]
@@ -211,7 +230,7 @@ def main() -> None:
     called: set[str] = set()
     for name, table in tables.items():
         table[BACKEND] = recorded(name, table[BACKEND], called)
-    parts = {"streams": streams, "caches": caches, "sampling": sampling, "attention": attention}
+    parts = {"streams": streams, "linears": linears, "caches": caches, "sampling": sampling, "attention": attention}
     for name in sys.argv[1:] or parts:
         print(name, flush=True)
         parts[name]()

@@ -23,5 +23,5 @@ def test_every_operator_is_shown():
     shown = set(re.findall(r"\bops\.(\w+)\(", README)) | {"kv_append"}
     assert {"route", "scatter_back", "attention", "attention_varlen", "gather", "pack_depths", "kv_lookup"} <= shown
     assert {"paged_attention", "attention_schedule", "take_pages_", "commit_pages_", "free_pages_"} <= shown
-    assert {"depth_step_", "sample"} <= shown
+    assert {"depth_step_", "sample", "decode_linear", "decode_qkv_", "advance_"} <= shown
     assert shown <= set(ops.__all__)

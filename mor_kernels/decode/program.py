@@ -19,7 +19,7 @@ from .. import ops
 from ..graphs import without_workspace
 from ..model import MoR
 from .cache import KVCache, Plan
-from .sampler import SamplingParams, log_probabilities, sample
+from .sampler import SamplingParams, log_probabilities
 
 SETTINGS = ("seed", "top_k", "temperature", "top_p", "min_p")  # of sampling, for each slot
 STOPS = 8  # tokens that end a request which the device knows; the host knows them all
@@ -208,7 +208,7 @@ class Program:
         logits = self.model.head(x)
         seed, top_k, *floats = self.settings[:, :n]
         temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
-        chosen = sample(logits, temperature, top_k, top_p, min_p, seed, position + 1)
+        chosen = ops.sample(logits, temperature, top_k, top_p, min_p, seed, position + 1)
         if logprobs is not None:
             values, ids = (t[:n] for t in self.logprobs[logprobs])
             own, top, top_ids = log_probabilities(logits, chosen.clamp(min=0), logprobs)

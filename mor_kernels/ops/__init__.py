@@ -11,6 +11,7 @@ was; float64, and tensors on the CPU, get plain PyTorch.
 
 from .advance import Entering, Lanes, advance_
 from .attention import attention, attention_varlen
+from .decode_linear import decode_linear, decode_qkv_
 from .depth_step import depth_step_
 from .gather import gather
 from .kv import kv_append, kv_append_, kv_lookup
@@ -52,6 +53,8 @@ __all__ = [
     "choose_depths",
     "commit_pages_",
     "dead_token_ratio",
+    "decode_linear",
+    "decode_qkv_",
     "depth_step_",
     "free_pages_",
     "gather",

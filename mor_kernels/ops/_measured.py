@@ -45,6 +45,10 @@ def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -
     return residual != "block"
 
 
+def _few_rows(x, *_) -> bool:
+    return x.shape[0] <= 128
+
+
 CHOICES = {
     "route": Choice(
         "B16 N4096 D960 k2048 0.0682 / 0.0803: of more than 2,048 keys Triton's kernel chooses in parts. Of fewer, B32 "
@@ -80,6 +84,12 @@ CHOICES = {
         "D960: 32 tokens 0.0020 / 0.0020, 512 tokens 0.0032 / 0.0027, where the host's time counts for more", _always
     ),
     "sample": Choice("not measured: Triton's is PyTorch's own operators, which sort the logits in float64", _always),
+    "decode_linear": Choice(
+        "up to 128 rows one launch in place of two or three, which brings the weight from memory while the kernel "
+        "before it ends; of more, arithmetic bounds the products, and cuBLAS gets more out of the tensor cores",
+        _few_rows,
+    ),
+    "decode_qkv_": Choice("as decode_linear: one launch in place of three", _few_rows),
     "kv_lookup": Choice(
         "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0456; of 2,048: 0.0444 / "
         "0.0448, 0.1668 / 0.1671, 0.6571 / 0.6571",

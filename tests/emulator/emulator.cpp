@@ -16,23 +16,23 @@ static void __tsan_acquire(void*) {}
 static void __tsan_release(void*) {}
 #endif
 
-dim3 blockIdx, gridDim, blockDim;
+dim3 gridDim, blockDim;
 
 namespace emulator {
 
 std::vector<Fiber> fibers;
-int current, threads;
-alignas(128) char shared[kSharedBytes];
+int current, threads, blocks;
+alignas(128) char memory[kMostBlocks][kSharedBytes];
 size_t shared_bytes;
-Barrier of_warps[kMostThreads / kWarp], of_block;
-bool any_of_block;
+Barrier of_warps[kMostThreads / kWarp], of_blocks[kMostBlocks], of_cluster;
+bool any_of_block[kMostBlocks];
 
 namespace {
 jmp_buf scheduler;
 std::function<void()> kernel;
 long progress;
 void* launcher;        // as ThreadSanitizer sees it
-char before, after;    // a block
+char before, after;    // a cluster
 constexpr unsigned kUnordered = 1;  // a switch that says nothing of who comes before whom
 
 void pause() {
@@ -71,29 +71,32 @@ void arrive(Barrier& barrier, int count) {
   __tsan_acquire(order);
 }
 
-void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body) {
+void run(dim3 grid, int cluster, dim3 block, size_t bytes, const std::function<void()>& body) {
   static std::mt19937 random(1);
-  kernel = body, gridDim = grid, blockDim = block, threads = block.x, shared_bytes = bytes;
-  if (threads % kWarp || threads > kMostThreads || bytes > sizeof(shared) || !grid.x || !grid.y) fail("bad launch");
-  if (int(fibers.size()) < threads) fibers.resize(threads);
+  kernel = body, gridDim = grid, blockDim = block, threads = block.x, blocks = cluster, shared_bytes = bytes;
+  if (threads % kWarp || threads > 1024 || bytes > kSharedBytes || !grid.x || !grid.y) fail("bad launch");
+  if (cluster > kMostBlocks || grid.x % cluster || threads * cluster > kMostThreads) fail("bad clusters");
+  const int all = threads * cluster;
+  if (int(fibers.size()) < all) fibers.resize(all);
   launcher = __tsan_get_current_fiber();
   for (Fiber& fiber : fibers)
     if (!fiber.seen_as) fiber.seen_as = __tsan_create_fiber(0);
-  std::vector<int> order(threads);
-  for (int i = 0; i < threads; ++i) order[i] = i;
-  for (unsigned number = 0; number < grid.x * grid.y; ++number) {
-    blockIdx = dim3(number % grid.x, number / grid.x);
-    std::memset(shared, 0xff, bytes);
-    for (int i = 0; i < threads; ++i) {
+  std::vector<int> order(all);
+  for (int i = 0; i < all; ++i) order[i] = i;
+  for (unsigned number = 0; number < grid.x * grid.y; number += cluster) {
+    for (int rank = 0; rank < cluster; ++rank) std::memset(memory[rank], 0xff, bytes);
+    for (int i = 0; i < all; ++i) {
       Fiber& fiber = fibers[i];
+      const unsigned block = number + i / threads;
       fiber.stack.resize(1 << 16);
-      fiber.begun = fiber.done = false, fiber.index = dim3(i), fiber.groups.clear(), fiber.open.clear();
+      fiber.begun = fiber.done = false, fiber.groups.clear(), fiber.open.clear();
+      fiber.index = dim3(i % threads), fiber.block = dim3(block % grid.x, block / grid.x);
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
       makecontext(&fiber.context, begin, 0);
     }
     __tsan_release(&before);
-    for (int left = threads, idle = 0; left;) {
+    for (int left = all, idle = 0; left;) {
       const long before = progress;
       if (random() % 4 == 0) std::shuffle(order.begin(), order.end(), random);
       for (int i : order) {

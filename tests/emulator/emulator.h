@@ -1,7 +1,8 @@
 // CUDA C++ for a CPU, as far as csrc/ speaks it: g++ includes this before everything else. A block's threads are fibers,
 // which take turns in an order that changes; where they meet (barriers, shuffles), each goes on once all have arrived,
 // so that what is missing shows as a deadlock or a wrong result. Blocks run one after another, in the order of their
-// numbers. Shared memory that a launch asks for begins as NaN.
+// numbers, but for those of a cluster, which run together, and of which only the shared memory that the launch asks for
+// is a block's own. That memory begins as NaN.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,7 +38,7 @@
 
 namespace emulator {
 
-constexpr int kWarp = 32, kMostThreads = 1024, kSharedBytes = 232448;
+constexpr int kWarp = 32, kMostThreads = 2048, kMostBlocks = 8, kSharedBytes = 232448;  // of a cluster; of a block
 
 struct Copy {
   unsigned to;
@@ -49,7 +50,7 @@ struct Fiber {
   jmp_buf place;       // afterwards, without the system calls of a change of contexts
   std::vector<char> stack;
   bool begun, done;
-  dim3 index;
+  dim3 index, block;
   std::vector<std::vector<Copy>> groups;  // copies under way, which arrive as late as they may
   std::vector<Copy> open;
   void* seen_as = nullptr;  // by ThreadSanitizer
@@ -62,11 +63,14 @@ struct Barrier {
 };
 
 extern std::vector<Fiber> fibers;
-extern int current, threads;
-extern char shared[kSharedBytes];
+extern int current, threads, blocks;  // threads of a block, blocks of a cluster
+extern char memory[kMostBlocks][kSharedBytes];
 extern size_t shared_bytes;  // of it, as many as the launch asked for
-extern Barrier of_warps[kMostThreads / kWarp], of_block;
-extern bool any_of_block;
+extern Barrier of_warps[kMostThreads / kWarp], of_blocks[kMostBlocks], of_cluster;
+extern bool any_of_block[kMostBlocks];
+
+inline int rank() { return current / threads; }
+inline char* shared() { return memory[rank()]; }
 
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "emulator: %s\n", what);
@@ -74,7 +78,7 @@ extern bool any_of_block;
 }
 
 void arrive(Barrier& barrier, int count);
-void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
+void run(dim3 grid, int cluster, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
 // What each lane of the warp publishes, read by f(get); all lanes have to make the same call.
 template <class T, class F>
@@ -111,7 +115,8 @@ inline int lane() { return current % kWarp; }
 }  // namespace emulator
 
 #define threadIdx (emulator::fibers[emulator::current].index)
-extern dim3 blockIdx, gridDim, blockDim;
+#define blockIdx (emulator::fibers[emulator::current].block)
+extern dim3 gridDim, blockDim;
 
 template <class T>
 T __shfl_sync(unsigned, T x, int from) {
@@ -144,13 +149,14 @@ T __reduce_max_sync(unsigned, T x) {
   return emulator::folded(8, x, [](T a, T b) { return std::max(a, b); });
 }
 inline void __syncwarp() { emulator::arrive(emulator::of_warps[emulator::current / 32], 32); }
-inline void __syncthreads() { emulator::arrive(emulator::of_block, emulator::threads); }
+inline void __syncthreads() { emulator::arrive(emulator::of_blocks[emulator::rank()], emulator::threads); }
 inline int __syncthreads_or(bool x) {
-  if (x) __atomic_store_n(&emulator::any_of_block, true, __ATOMIC_RELAXED);
+  bool* of_block = &emulator::any_of_block[emulator::rank()];
+  if (x) __atomic_store_n(of_block, true, __ATOMIC_RELAXED);
   __syncthreads();
-  const bool any = __atomic_load_n(&emulator::any_of_block, __ATOMIC_RELAXED);
+  const bool any = __atomic_load_n(of_block, __ATOMIC_RELAXED);
   __syncthreads();
-  __atomic_store_n(&emulator::any_of_block, false, __ATOMIC_RELAXED);
+  __atomic_store_n(of_block, false, __ATOMIC_RELAXED);
   __syncthreads();
   return any;
 }
@@ -215,12 +221,15 @@ std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
 
 template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A... arguments) {
-  emulator::run(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { kernel(P(arguments)...); });
+  int cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+  emulator::run(config->gridDim, cluster, config->blockDim, config->dynamicSmemBytes, [=] { kernel(P(arguments)...); });
   return cudaSuccess;
 }
 template <class... P>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P...)) {
-  return *attributes = {}, cudaSuccess;
+  return *attributes = {}, attributes->ptxVersion = 90, cudaSuccess;
 }
 template <class... P>
 cudaError_t cudaFuncSetAttribute(void (*)(P...), cudaFuncAttribute, int bytes) {

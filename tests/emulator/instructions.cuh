@@ -6,20 +6,20 @@
 namespace mor {
 
 template <class T>
-T* launched_memory() { return reinterpret_cast<T*>(emulator::shared); }
+T* launched_memory() { return reinterpret_cast<T*>(emulator::shared()); }
 
 template <class T>
 T kept(T x) { return x; }
 
 inline unsigned shared_address(const void* p) {
-  const auto at = static_cast<const char*>(p) - emulator::shared;
+  const auto at = static_cast<const char*>(p) - emulator::shared();
   if (at < 0 || at >= emulator::shared_bytes) emulator::fail("an address isn't of the memory that the launch asked for");
   return unsigned(at);
 }
 
 inline char* shared_at(unsigned address, unsigned unit = 16) {
   if (address % unit || address + unit > emulator::shared_bytes) emulator::fail("a bad address of shared memory");
-  return emulator::shared + address;
+  return emulator::shared() + address;
 }
 
 inline void copy_async(unsigned to, const void* from) {
@@ -128,6 +128,39 @@ inline unsigned from_e4m3(unsigned pair) {
   }
   return both;
 }
+
+template <class T>
+unsigned multiply_pairs(unsigned a, unsigned b) {
+  unsigned both = 0;
+  for (int i = 0; i < 2; ++i) {
+    const T y = from_float<T>(element_of<T>(a, i) * element_of<T>(b, i));
+    uint16_t bits;
+    std::memcpy(&bits, &y, 2);
+    both |= unsigned(bits) << 16 * i;
+  }
+  return both;
+}
+
+inline void request_line(const void*) {}
+
+inline void arrive_in_cluster() {}
+inline void await_cluster() { emulator::arrive(emulator::of_cluster, emulator::threads * emulator::blocks); }
+inline unsigned address_in_block(unsigned own, int rank) {
+  if (rank >= emulator::blocks) emulator::fail("an address in a block that the cluster hasn't got");
+  return rank * emulator::kSharedBytes + own;
+}
+
+template <class T>
+T of_cluster(unsigned from) {
+  const unsigned address = from % emulator::kSharedBytes;
+  if (address % sizeof(T) || address + sizeof(T) > emulator::shared_bytes) emulator::fail("a bad address of a cluster");
+  T x;
+  std::memcpy(&x, emulator::memory[from / emulator::kSharedBytes] + address, sizeof(T));
+  return x;
+}
+
+inline float4 load_of_cluster4(unsigned from) { return of_cluster<float4>(from); }
+inline float load_of_cluster(unsigned from) { return of_cluster<float>(from); }
 
 inline unsigned long long to_stay() { return 0; }
 inline unsigned long long to_leave() { return 0; }

@@ -92,6 +92,16 @@ CASES = {
             torch.tensor([0, 3, 5, -1]),
         ],
     ),
+    "decode_residual": (
+        lambda x, w, g, r: ops.decode_linear(x, w, norm_weight=g, residual=r),
+        [],
+        [normal(shape, i, torch.float32) for i, shape in enumerate([(3, 8), (5, 8), (8,), (3, 5)])],
+    ),
+    "decode_gated": (
+        lambda x, w: ops.decode_linear(x, w, gated=True),
+        [],
+        [normal(shape, i, torch.float32) for i, shape in enumerate([(3, 8), (10, 8)])],
+    ),
     "aux_loss": (lambda l, i, n: ops.aux_loss(l, i, seqlens=n), [(2, 5)], [INDEX, LENS]),
     "z_loss": (lambda l, d: ops.z_loss(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
     "aux_loss_nested": (lambda l, i, c: ops.aux_loss(l, i, candidates=c), [(2, 3)], [INDEX[:, :2], INDEX]),
@@ -379,6 +389,48 @@ def test_depth_step_in_a_cuda_graph(device, backend):
         graph.replay()
         assert torch.equal(on, step(others))
         assert all(torch.equal(a, b) for a, b in zip(ours, others))
+
+
+def projections(x, weight, gain, down, k_cache, v_cache, slots, positions, backend):
+    """The linear layers of a decoding step; queries, and the last one's result."""
+    q = ops.decode_qkv_(
+        x, weight, k_cache, v_cache, slots, heads=1, positions=positions, norm_weight=gain, prefetch=True,
+        backend=backend,
+    )  # fmt: skip
+    h = ops.decode_linear(x, weight, norm_weight=gain, gated=True, backend=backend)
+    return q, ops.decode_linear(h, down, residual=x, backend=backend)
+
+
+def to_project(device, backend, seed=0):
+    dtype = torch.bfloat16 if backend == "cuda" else torch.float32
+    shapes = (5, 24), (3 * 64, 24), (24,), (24, 96)
+    tensors = [normal(shape, seed + i, dtype).to(device) for i, shape in enumerate(shapes)]
+    caches = torch.full((2, 2, 4, 1, 64), 7.0, device=device, dtype=dtype)
+    return [*tensors, *caches, torch.tensor([3, -1, 0, 7, 4], device=device), torch.arange(5, device=device) + seed]
+
+
+@targets("decode_linear")
+def test_opcheck_decode_linear_of_each_backend(device, backend):
+    with Recorder() as recorder:
+        projections(*to_project(device, backend), backend)
+    for op, args in recorder.calls:
+        assert args[-1] == backend
+        torch.library.opcheck(op, args)
+    assert len(recorder.calls) == 3
+
+
+@targets("decode_linear")
+def test_decode_linear_compiles_whole_and_once(device, backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(projections, fullgraph=True, backend="aot_eager")
+    for seed in (0, 7):
+        runs = []
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            for run in (compiled, projections):
+                tensors = to_project(device, backend, seed)
+                runs.append([*run(*tensors, backend), *tensors])
+        for got, want in zip(*runs, strict=True):
+            assert torch.equal(got, want)
 
 
 @every_case

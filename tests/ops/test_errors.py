@@ -42,6 +42,18 @@ def sample(**changed):
     return ops.sample(**({"logits": X[0]} | numbers | dict.fromkeys(("top_k", "seed", "position"), I5[0]) | changed))
 
 
+def linear(**changed):
+    """A call of a linear layer of few rows that is right but for what changed."""
+    return ops.decode_linear(**({"x": X[0], "weight": X[1, :2]} | changed))
+
+
+def to_heads(**changed):
+    """A call of a projection into heads that is right but for what changed."""
+    arguments = {"x": X[0, :2], "weight": torch.ones(28, 4), "k_cache": CACHE, "v_cache": CACHE, "slots": I2[0, :2],
+                 "heads": 3, "positions": I2[0, :2], "norm_weight": W}  # fmt: skip
+    return ops.decode_qkv_(**(arguments | changed))
+
+
 def cross_entropy(**changed):
     """A call of a linear layer's cross-entropy that is right but for what changed."""
     return ops.linear_cross_entropy(**({"x": X, "weight": X[0], "targets": I5} | changed))
@@ -237,6 +249,27 @@ BAD = [
     (lambda: ops.swiglu_linear(X, X[0]), r"swiglu_linear: weight: expected shape \(D, 2\), got \(5, 4\)"),
     (lambda: ops.swiglu_linear(X, X[0, :, :2].half()), "swiglu_linear: weight: expected the dtype of gate_up, .*, got"),
     (lambda: ops.swiglu_linear(X, X[0, :, :2].to("meta")), "swiglu_linear: weight: expected device cpu, got meta"),
+    (lambda: linear(x=X), r"decode_linear: x: expected shape \(n, K\), got \(2, 5, 4\)"),
+    (lambda: linear(x=X[0, :, :0], weight=X[0, :, :0]), "decode_linear: x: expected at least one column, got 0"),
+    (lambda: linear(weight=X[0, :, :3]), r"decode_linear: weight: expected shape \(O, 4\), got \(5, 3\)"),
+    (lambda: linear(weight=X[0].half()), "decode_linear: weight: expected the dtype of x, torch.float32, got"),
+    (lambda: linear(weight=X[0].to("meta")), "decode_linear: weight: expected device cpu, got meta"),
+    (lambda: linear(weight=X[0], gated=True), "decode_linear: weight: expected an even number of rows, .*, got 5"),
+    (lambda: linear(norm_weight=W[:3]), r"decode_linear: norm_weight: expected shape \(4\), got \(3\)"),
+    (lambda: linear(residual=X[0]), r"decode_linear: residual: expected shape \(5, 2\), got \(5, 4\)"),
+    (lambda: linear(residual=X[0], gated=True), r"decode_linear: residual: expected shape \(5, 1\), got"),
+    (lambda: to_heads(heads=0), "decode_qkv_: heads: expected a whole number of at least 1, got 0"),
+    (lambda: to_heads(heads=4), r"decode_qkv_: weight: expected shape \(32, 4\), got \(28, 4\)"),
+    (lambda: to_heads(norm_weight=W.half()), "decode_qkv_: norm_weight: expected the dtype of x, .*, got"),
+    (lambda: to_heads(v_cache=CACHE[:2]), r"decode_qkv_: v_cache: expected shape \(3, 4, 2, 4\), got"),
+    (lambda: to_heads(slots=I2[0]), r"decode_qkv_: slots: expected shape \(2\), got \(3\)"),
+    (lambda: to_heads(slots=I2[0, :2] + 11), "decode_qkv_: slots: expected values of .* at most 11, got 12"),
+    (lambda: to_heads(positions=W[:2]), "decode_qkv_: positions: expected dtype int64 or int32, got torch.float32"),
+    (lambda: to_heads(theta=0.0), "decode_qkv_: theta: expected a finite number > 0, got 0.0"),
+    (
+        lambda: to_heads(**dict.fromkeys(("k_cache", "v_cache"), CACHE[..., :3]), weight=torch.ones(21, 4)),
+        "decode_qkv_: k_cache: expected heads of an even width, to turn by positions, got 3",
+    ),
     (lambda: cross_entropy(x=[1.0]), "linear_cross_entropy: x: expected a tensor, got list"),
     (lambda: cross_entropy(x=X.long()), "linear_cross_entropy: x: expected dtype .*, got torch.int64"),
     (lambda: cross_entropy(weight=W), r"linear_cross_entropy: weight: expected shape \(V, 4\), got \(4\)"),
@@ -291,6 +324,23 @@ def test_depth_step_refuses_gradients(argument):
         step(**changed)
     with torch.no_grad():
         assert step(**changed).all()
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "residual"])
+def test_decode_linear_refuses_gradients(argument):
+    tensors = {"x": X[0], "weight": X[1, :2], "norm_weight": W, "residual": X[0, :, :2]}
+    tensors[argument] = tensors[argument].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="decode_linear: expected no argument that needs a gradient"):
+        linear(**tensors)
+    with torch.no_grad():
+        assert linear(**tensors).shape == (5, 2)
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "k_cache", "v_cache"])
+def test_decode_qkv_refuses_gradients(argument):
+    tensors = {"x": X[0, :2], "weight": torch.ones(28, 4), "norm_weight": W, "k_cache": CACHE, "v_cache": CACHE}
+    with pytest.raises(RuntimeError, match="decode_qkv_: expected no argument that needs a gradient"):
+        to_heads(**(tensors | {argument: tensors[argument].clone().requires_grad_()}))
 
 
 @pytest.mark.parametrize("argument", range(3))

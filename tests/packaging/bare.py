@@ -72,6 +72,19 @@ def step_in_place():
         return state + scores[:, None]
 
 
+def project_in_place():
+    with torch.no_grad():
+        keys, values = torch.zeros(2, B, N, G, D)
+        projection, gain = torch.randn((H + 2 * G) * D, D), torch.ones(D)
+        q = ops.decode_qkv_(x[0, :3], projection, keys, values, rows, heads=H, positions=rows, norm_weight=gain)
+        return q + keys[0, 0]
+
+
+def linear_of_few_rows():
+    with torch.no_grad():
+        return ops.decode_linear(x[0], torch.randn(2 * D, D), norm_weight=torch.ones(D), residual=x[1], gated=True)
+
+
 CALLS = {
     "advance_": advanced,
     "attention": lambda: ops.attention(q, k, v),
@@ -84,6 +97,8 @@ CALLS = {
     "choose_depths": lambda: ops.choose_depths(logits).probs,
     "commit_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.commit_pages_(s, taken.rows, starts)),
     "dead_token_ratio": lambda: ops.dead_token_ratio(kept),
+    "decode_linear": linear_of_few_rows,
+    "decode_qkv_": project_in_place,
     "depth_step_": step_in_place,
     "free_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.free_pages_(s, taken.rows)),
     "gather": lambda: ops.gather(x.flatten(0, 1), rows),

@@ -1,0 +1,477 @@
+// A linear layer of few rows, with the norm before it and what follows it, in one pass over its weight:
+//
+//   y = rstd (x gain) W^T,  rstd = (mean x^2 + eps)^(-1/2);  then silu(gates) values, + residual, or heads into a cache
+//
+// What there is to do is to bring the weight from memory, by all multiprocessors at once. A block has some rows of it,
+// which are columns of y, all rows of x (or a tile of them), and a part of K. The parts of K of a tile of y are the
+// blocks of a cluster: each leaves its sums in its shared memory, reads everyone's of a share of the tile, adds them up
+// in the order of the parts and writes the result. Neither the order of the sums of a row nor how the work is split
+// depends on the other rows or on how many there are.
+//
+// The tensor cores get the weight as the side of 16 and rows of x as the side of 8. Sums of squares are the diagonal of
+// x x^T, for which x is in registers already.
+#include <limits>
+
+#include "instructions.cuh"
+#include "rotary.cuh"
+
+namespace mor {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kChunk = 64;              // of K, that is copied and multiplied at once
+constexpr int kLine = 2 * kChunk;       // bytes of it, of a row
+constexpr int kRing = 96 * 1024;        // bytes of chunks: the next kernel's blocks have theirs beside them
+constexpr int kMostParts = 8;           // blocks of a cluster, which every Hopper GPU can launch
+constexpr int kUnit = 4;                // columns that a thread writes at once
+
+struct Cache {
+  void* x;
+  int64_t page, slot, head;  // strides
+};
+
+struct Linear {
+  const void *x, *weight, *gain, *residual;
+  void* out;
+  int64_t x_n, weight_n, residual_n;
+  int n, k, columns;      // columns of y
+  int chunks, each, parts;  // of K: chunks, those of a part, and parts
+  bool gated, prefetch, wide;
+  float eps;
+  // where y is heads
+  const int64_t* slots;
+  const void* positions;
+  Cache k_cache, v_cache;
+  int64_t slots_there;
+  Divisor page_size{1};
+  int q_heads, heads, positions_dtype, frequencies_at;
+  double log2_step;
+};
+
+// What is compiled: rows of the weight and of x that a block has, whether there is a norm, and whether y is heads of as
+// many columns.
+template <class T, int C, int N, bool G, bool H = false>
+struct Setting {
+  using Number = T;
+  static constexpr int kColumns = C, kRows = N;
+  static constexpr bool kNorm = G, kHeads = H;
+  static constexpr int kAcross = std::min(N / 16, C == 128 ? 2 : 4);      // warps side by side over the rows of x
+  static constexpr int kAlong = std::min(kWarps / kAcross, C / 16);       // and over the columns
+  static constexpr int kTall = C / 16 / kAlong, kPairs = N / 16 / kAcross;  // tiles of 16 a warp
+  static constexpr int kStageBytes = (C + N + G) * kLine;
+  static constexpr int kStages = std::min(kRing / kStageBytes, 8);
+  static constexpr int kPitch = C + 4;  // of sums; behind a row's, its sum of squares
+  static constexpr int kSumBytes = N * kPitch * 4;
+  static_assert(kPairs <= kAlong && kSumBytes <= kRing);
+};
+
+// Which elements of a chunk a thread copies: the same 16 bytes of every 32nd row. Units of 16 bytes change places within
+// a row, so that those of neighbouring rows lie in different banks.
+template <class C>
+struct Copier {
+  using T = typename C::Number;
+  static constexpr int kUnits = kLine / 16, kTogether = kThreads / kUnits;
+  const Linear& p;
+  int tile, first_row, row, unit;
+  unsigned to;
+
+  __device__ __forceinline__ Copier(const Linear& p, int tile, char* memory)
+      : p(p), tile(tile), first_row(blockIdx.y * C::kRows), row(threadIdx.x / kUnits), unit(threadIdx.x % kUnits),
+        to(shared_address(memory) + row * kLine + (unit ^ row % kUnits) * 16) {}
+
+  // The row of the weight that is the block's, its number; -1 if there is none.
+  __device__ __forceinline__ int number(int row) const {
+    if (!p.gated) {
+      const int column = tile * C::kColumns + row;
+      return column < p.columns ? column : -1;
+    }
+    constexpr int kHalf = C::kColumns / 2;
+    const int column = tile * kHalf + row % kHalf;
+    return column < p.columns ? column + (row < kHalf ? 0 : p.columns) : -1;
+  }
+
+  __device__ __forceinline__ void weight(int chunk, int slot) const {
+    const int k = chunk * kChunk + unit * kWide<T>;
+    const unsigned stage = to + slot * C::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < C::kColumns / kTogether; ++i) {
+      const int from = number(row + i * kTogether);
+      if (from >= 0) copy(stage + i * kTogether * kLine, p.weight, from * p.weight_n + k, k < p.k);
+    }
+    if (C::kNorm && threadIdx.x < kUnits) copy(stage + (C::kColumns + C::kRows) * kLine, p.gain, k, k < p.k);
+  }
+
+  // What rows that aren't there multiply is nobody's.
+  __device__ __forceinline__ void rows(int chunk, int slot) const {
+    const int k = chunk * kChunk + unit * kWide<T>;
+    const unsigned stage = to + slot * C::kStageBytes + C::kColumns * kLine;
+#pragma unroll
+    for (int i = 0; i < ceil_div(C::kRows, kTogether); ++i) {
+      const int nth = row + i * kTogether, from = first_row + nth;
+      if (nth < C::kRows && from < p.n) copy(stage + i * kTogether * kLine, p.x, from * p.x_n + k, k < p.k);
+    }
+  }
+
+  // Chunks that the ring has no room for yet, into the L2 cache.
+  __device__ __forceinline__ void request(int first, int chunks) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < chunks * C::kColumns; i += kThreads) {
+      const int from = number(i % C::kColumns);
+      if (from >= 0)
+        request_line(static_cast<const T*>(p.weight) + from * p.weight_n + (first + i / C::kColumns) * kChunk);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy(unsigned to, const void* from, int64_t at, bool there) {
+    if (there) copy_async(to, static_cast<const T*>(from) + at);
+    else clear_shared(to);
+  }
+};
+
+// A warp's part of a tile: lane 4g + t has, of columns 16i + g and 16i + g + 8, rows 2t and 2t + 1 of each 8.
+template <class C>
+struct Sums {
+  using T = typename C::Number;
+  float acc[C::kTall][2 * C::kPairs][4]{};
+  float squares[2][4]{};  // of x x^T, 16 rows
+  int along, across;      // of the warps
+  unsigned columns, rows;
+
+  __device__ __forceinline__ explicit Sums(const char* memory) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    along = warp / C::kAcross, across = warp % C::kAcross;
+    const unsigned of_lane = shared_address(memory) + lane % 16 * kLine + (lane / 16 ^ lane % 8) * 16;
+    columns = of_lane + along * C::kTall * 16 * kLine;
+    rows = of_lane + (C::kColumns + across * C::kPairs * 16) * kLine;
+  }
+
+  // Warps that nothing is left for only copy.
+  __device__ __forceinline__ bool works() const { return along < C::kAlong; }
+
+  __device__ __forceinline__ void add(const char* memory, int slot) {
+    const char* gains = memory + slot * C::kStageBytes + (C::kColumns + C::kRows) * kLine + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      unsigned w[C::kTall][4], gain[2];
+#pragma unroll
+      for (int i = 0; i < C::kTall; ++i)
+        load_matrices(w[i], (columns + slot * C::kStageBytes + i * 16 * kLine) ^ step * 32);
+      if constexpr (C::kNorm) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) gain[i] = *reinterpret_cast<const unsigned*>(gains + step * 32 + i * 16);
+      }
+#pragma unroll
+      for (int pair = 0; pair < C::kPairs; ++pair) {
+        unsigned x[4];  // of rows g, g + 8, and of the next 8 of K
+        load_matrices(x, (rows + slot * C::kStageBytes + pair * 16 * kLine) ^ step * 32);
+        if constexpr (C::kNorm) {
+          if (pair == along) multiply_add<T>(squares[0], x, x[0], x[2]), multiply_add<T>(squares[1], x, x[1], x[3]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[i] = multiply_pairs<T>(x[i], gain[i / 2]);
+        }
+#pragma unroll
+        for (int i = 0; i < C::kTall; ++i) {
+          multiply_add<T>(acc[i][2 * pair], w[i], x[0], x[2]);
+          multiply_add<T>(acc[i][2 * pair + 1], w[i], x[1], x[3]);
+        }
+      }
+    }
+  }
+
+  // As rows of kPitch numbers.
+  __device__ __forceinline__ void leave(float* sums) const {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    float* to = sums + (across * C::kPairs * 16 + 2 * t) * C::kPitch + along * C::kTall * 16 + g;
+#pragma unroll
+    for (int i = 0; i < C::kTall; ++i)
+#pragma unroll
+      for (int j = 0; j < 2 * C::kPairs; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[(8 * j + e % 2) * C::kPitch + 16 * i + e / 2 * 8] = acc[i][j][e];
+    if (C::kNorm && along < C::kPairs && t == g / 2) {
+      float* of_row = sums + ((across * C::kPairs + along) * 16 + g) * C::kPitch + C::kColumns;
+      of_row[0] = g % 2 ? squares[0][1] : squares[0][0];
+      of_row[8 * C::kPitch] = g % 2 ? squares[1][3] : squares[1][2];
+    }
+  }
+};
+
+// Four columns of a row of y, or four and those that belong to them: values to gates, or the second half of a head.
+template <class C>
+struct Unit {
+  using T = typename C::Number;
+  static constexpr int kHalf = C::kColumns / 2;
+  int tile, row, nth, column;  // the row's number in the tile, too; the column's in the tile
+  Pack<T, kUnit> residual;
+  int64_t slot, position;
+
+  // What the sums are not needed for comes while they are under way.
+  __device__ __forceinline__ Unit(const Linear& p, int tile, int first_row, int unit, bool there) : tile(tile) {
+    constexpr int kPaired = kHalf / kUnit, kAlone = C::kColumns / kUnit;
+    nth = paired(p) ? unit / kPaired : unit / kAlone;
+    column = (paired(p) ? unit % kPaired : unit % kAlone) * kUnit;
+    row = first_row + nth;
+    if (!there) return;
+    if constexpr (C::kHeads) {
+      if (tile < p.q_heads + p.heads) position = load_position(p.positions, p.positions_dtype, row);
+      if (tile >= p.q_heads) slot = p.slots[row];
+    } else if (p.residual) {
+      const T* from = static_cast<const T*>(p.residual) + row * p.residual_n + of_y(p);
+      if (p.wide) {
+        if (of_y(p) < p.columns) residual = *reinterpret_cast<const Pack<T, kUnit>*>(from);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e)
+          if (of_y(p) + e < p.columns) residual.at[e] = from[e];
+      }
+    }
+  }
+
+  __device__ __forceinline__ static bool paired(const Linear& p) { return C::kHeads || p.gated; }
+
+  __device__ __forceinline__ int of_y(const Linear& p) const {
+    return tile * (p.gated ? kHalf : C::kColumns) + column;
+  }
+
+  __device__ __forceinline__ void finish(const Linear& p, unsigned sums, const Frequencies* frequencies) {
+    const unsigned own = sums + (nth * C::kPitch + column) * 4, own_square = sums + (nth * C::kPitch + C::kColumns) * 4;
+    float4 first[kMostParts], second[kMostParts];
+    float squares[kMostParts];
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) {
+      if (part >= p.parts) break;
+      first[part] = load_of_cluster4(address_in_block(own, part));
+      if (paired(p)) second[part] = load_of_cluster4(address_in_block(own + kHalf * 4, part));
+      if (C::kNorm) squares[part] = load_of_cluster(address_in_block(own_square, part));
+    }
+    float a[kUnit]{}, b[kUnit]{}, square = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) {
+      if (part >= p.parts) break;
+      a[0] += first[part].x, a[1] += first[part].y, a[2] += first[part].z, a[3] += first[part].w;
+      if (paired(p))
+        b[0] += second[part].x, b[1] += second[part].y, b[2] += second[part].z, b[3] += second[part].w;
+      if (C::kNorm) square += squares[part];
+    }
+    if constexpr (C::kNorm) {
+      const float rstd = 1.0f / sqrtf(square / p.k + p.eps);
+#pragma unroll
+      for (int e = 0; e < kUnit; ++e) a[e] *= rstd, b[e] *= rstd;
+    }
+    if constexpr (C::kHeads) {
+      write_head(p, a, b, *frequencies);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kUnit; ++e) {
+        if (p.gated) a[e] *= activate(a[e], kSigmoid) * b[e];
+        if (p.residual) a[e] += to_float(residual.at[e]);
+      }
+      write(p, a);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void write(const Linear& p, const float (&y)[kUnit]) const {
+    T* to = static_cast<T*>(p.out) + int64_t(row) * p.columns + of_y(p);
+    if (p.wide) {
+      if (of_y(p) < p.columns) store(to, y);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kUnit; ++e)
+        if (of_y(p) + e < p.columns) to[e] = from_float<T>(y[e]);
+    }
+  }
+
+  // Tile h is head h of the queries, then the keys, then the values.
+  __device__ __forceinline__ void write_head(const Linear& p, float (&a)[kUnit], float (&b)[kUnit],
+                                             const Frequencies& frequencies) const {
+    int head = tile;
+    if (head < p.q_heads + p.heads) {
+      float cos[kUnit], sin[kUnit];
+      angles(frequencies, p.log2_step, column, position, cos, sin);
+      turn_pairs(cos, sin, a, b);
+    }
+    T* to;
+    if (head < p.q_heads) {
+      to = static_cast<T*>(p.out) + (int64_t(row) * p.q_heads + head) * C::kColumns;
+    } else {
+      if (slot < 0 || slot >= p.slots_there) return;
+      head -= p.q_heads;
+      const Cache& cache = head < p.heads ? p.k_cache : p.v_cache;
+      if (head >= p.heads) head -= p.heads;
+      const int64_t page = p.page_size(slot);
+      to = static_cast<T*>(cache.x) + page * cache.page + (slot - page * p.page_size.divisor) * cache.slot +
+           head * cache.head;
+    }
+    store(to + column, a), store(to + column + kHalf, b);
+  }
+
+  __device__ __forceinline__ static void store(T* to, const float (&y)[kUnit]) {
+    *reinterpret_cast<Pack<T, kUnit>*>(to) =
+        Pack<T, kUnit>{from_float<T>(y[0]), from_float<T>(y[1]), from_float<T>(y[2]), from_float<T>(y[3])};
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid_constant__ Linear p) {
+  char* memory = launched_memory<char>();
+  const int tile = blockIdx.x / p.parts, part = blockIdx.x - tile * p.parts, first_row = blockIdx.y * C::kRows;
+  const int first = part * p.each, chunks = min(p.each, p.chunks - first);
+  const Copier<C> copier(p, tile, memory);
+  const int at_once = min(chunks, C::kStages);
+  if (p.prefetch) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < at_once; ++chunk) copier.weight(first + chunk, chunk);
+    copier.request(first + at_once, chunks - at_once);
+  }
+  Frequencies* frequencies = nullptr;
+  if constexpr (C::kHeads) {
+    frequencies = reinterpret_cast<Frequencies*>(memory + p.frequencies_at);
+    frequencies->fill(C::kColumns / 2, p.log2_step);
+  }
+  // In this order: a kernel that begins while this one runs reads ahead what the kernel before this one has written.
+  await_previous();
+  let_next_begin();
+#pragma unroll 1
+  for (int chunk = 0; chunk < C::kStages; ++chunk) {
+    if (chunk < at_once) {
+      if (!p.prefetch) copier.weight(first + chunk, chunk);
+      copier.rows(first + chunk, chunk);
+    }
+    end_group();
+  }
+
+  Sums<C> sums(memory);
+  int slot = 0;
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (chunk == 0) await_groups<C::kStages - 1>();
+    else await_groups<C::kStages - 2>();
+    __syncthreads();
+    if (chunk) {
+      const int further = chunk - 1 + C::kStages, free = slot ? slot - 1 : C::kStages - 1;  // where the one before was
+      if (further < chunks) copier.weight(first + further, free), copier.rows(first + further, free);
+      end_group();
+    }
+    if (sums.works()) sums.add(memory, slot);
+    slot = slot + 1 == C::kStages ? 0 : slot + 1;
+  }
+
+  const int columns = C::kHeads || p.gated ? C::kColumns / 2 : C::kColumns;
+  const int units = min(p.n - first_row, C::kRows) * (columns / kUnit), share = ceil_div(units, p.parts);
+  const int end = min(units, (part + 1) * share);
+  int unit = part * share + threadIdx.x;
+  Unit<C> next(p, tile, first_row, unit, unit < end);
+  __syncthreads();
+  if (sums.works()) sums.leave(reinterpret_cast<float*>(memory));
+  arrive_in_cluster();
+  await_cluster();
+#pragma unroll 1
+  for (; unit < end; unit += kThreads) {
+    Unit<C> own = next;
+    next = Unit<C>(p, tile, first_row, unit + kThreads, unit + kThreads < end);
+    own.finish(p, shared_address(memory), frequencies);
+  }
+  arrive_in_cluster();  // what others read stays until they have
+  await_cluster();
+}
+
+template <class C>
+void run(Linear p, Address stream) {
+  p.frequencies_at = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
+  const int shared = p.frequencies_at + (C::kHeads ? sizeof(Frequencies) : 0);
+  const auto set = [](cudaFuncAttribute attribute, int value) {
+    check(cudaFuncSetAttribute(decode_linear_kernel<C>, attribute, value), "decode_linear");
+  };
+  set(cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  // or blocks of the next kernel, for which it is divided otherwise, couldn't be where this one's still are
+  set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  const int tiles = ceil_div(p.columns, p.gated ? C::kColumns / 2 : C::kColumns);
+  launch_clusters(decode_linear_kernel<C>, dim3(tiles * p.parts, ceil_div(p.n, C::kRows)), p.parts, kThreads, shared,
+                  true, stream, p);
+}
+
+// Parts of K, given how many there should be: none is empty, all but the last are of one length.
+void split(Linear& p, int parts) {
+  p.each = ceil_div(p.chunks, device().clusters ? std::clamp(parts, 1, std::min(kMostParts, p.chunks)) : 1);
+  p.parts = ceil_div(p.chunks, p.each);
+}
+
+// How long a block of so many rows of the weight copies, if all multiprocessors have as many blocks or one more: what
+// else a block does is worth as much as another 64 rows, and a part more as much as 16 lines.
+int64_t cost(const Linear& p, int rows, int columns) {
+  const int64_t blocks = int64_t(ceil_div(rows, columns)) * p.parts;
+  return ceil_div<int64_t>(blocks, device().multiprocessors) * (p.each * (columns + 64) + p.parts * 16);
+}
+
+// Splits K; returns the rows of the weight that a block has. What isn't 0 was chosen by the caller.
+int choose(Linear& p, int rows, int columns, int parts) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  int best_columns = 0, best_parts = 0;
+  for (int c : {128, 64, 32})
+    for (int s = 1; s <= kMostParts; ++s) {
+      if ((columns && c != columns) || (parts && s != parts)) continue;
+      split(p, s);
+      if (const int64_t found = cost(p, rows, c); found < least) least = found, best_columns = c, best_parts = s;
+    }
+  if (!best_columns) throw std::invalid_argument("decode_linear: expected 32, 64 or 128 columns and at most 8 parts");
+  split(p, best_parts);
+  return best_columns;
+}
+
+template <class T, int C, bool G, bool H>
+void run_rows(const Linear& p, Address stream) {
+  if (p.n <= 16) run<Setting<T, C, 16, G, H>>(p, stream);
+  else if (p.n <= 32) run<Setting<T, C, 32, G, H>>(p, stream);
+  else if (p.n <= 64) run<Setting<T, C, 64, G, H>>(p, stream);
+  else run<Setting<T, C, 128, G, H>>(p, stream);
+}
+
+Linear linear(Address x, Address weight, Address norm_weight, Address out, double eps, int n, int k, int columns,
+              int64_t x_n, int64_t weight_n, bool prefetch) {
+  Linear p{};
+  p.x = pointer<void>(x), p.weight = pointer<void>(weight), p.gain = pointer<void>(norm_weight);
+  p.out = pointer<void>(out), p.x_n = x_n, p.weight_n = weight_n;
+  p.n = n, p.k = k, p.columns = columns, p.chunks = ceil_div(k, kChunk);
+  p.prefetch = prefetch, p.eps = float(eps);
+  return p;
+}
+
+template <class T, bool G>
+void run_columns(const Linear& p, int columns, Address stream) {
+  if (columns == 32) run_rows<T, 32, G, false>(p, stream);
+  else if (columns == 64) run_rows<T, 64, G, false>(p, stream);
+  else run_rows<T, 128, G, false>(p, stream);
+}
+
+}  // namespace
+
+void decode_linear(Address x, Address weight, Address norm_weight, Address residual, Address out, double eps, int n,
+                   int k, int columns, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
+                   int of_block, int parts, int dtype, Address stream) {
+  Linear p = linear(x, weight, norm_weight, out, eps, n, k, columns, x_n, weight_n, prefetch);
+  p.residual = pointer<void>(residual), p.residual_n = residual_n, p.gated = gated;
+  p.wide = columns % kUnit == 0 && residual % 8 == 0 && residual_n % kUnit == 0;
+  of_block = choose(p, columns * (gated ? 2 : 1), of_block, parts);
+  if (dtype == kF16 && !norm_weight) run_columns<fp16, false>(p, of_block, stream);
+  else if (dtype != kBF16) throw std::invalid_argument("decode_linear: expected bfloat16, or float16 without a norm");
+  else if (norm_weight) run_columns<bf16, true>(p, of_block, stream);
+  else run_columns<bf16, false>(p, of_block, stream);
+}
+
+void decode_qkv(Address x, Address weight, Address norm_weight, Address slots, Address positions, Address q,
+                Address k_cache, Address v_cache, double eps, double theta, int n, int k, int q_heads, int heads,
+                int width, int page_size, int64_t slots_there, int64_t x_n, int64_t weight_n,
+                std::array<int64_t, 6> to, bool prefetch, int parts, int positions_dtype, Address stream) {
+  const int columns = (q_heads + 2 * heads) * width;
+  Linear p = linear(x, weight, norm_weight, q, eps, n, k, columns, x_n, weight_n, prefetch);
+  p.slots = pointer<int64_t>(slots), p.positions = pointer<void>(positions), p.positions_dtype = positions_dtype;
+  p.k_cache = {pointer<void>(k_cache), to[0], to[1], to[2]}, p.v_cache = {pointer<void>(v_cache), to[3], to[4], to[5]};
+  p.slots_there = slots_there, p.page_size = Divisor(page_size), p.q_heads = q_heads, p.heads = heads;
+  p.log2_step = log2_step(theta, width / 2);
+  if (choose(p, columns, width, parts) == 64) run_rows<bf16, 64, true, true>(p, stream);
+  else run_rows<bf16, 128, true, true>(p, stream);
+}
+
+}  // namespace mor

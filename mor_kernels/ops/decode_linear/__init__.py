@@ -1,0 +1,179 @@
+"""The linear layers of a decoding step: few rows, and with each what goes before and after it."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _checks
+from .._dispatch import deferred, define, resolve
+from ..kv import check_caches
+from ..rope import check_theta
+from . import eager
+
+
+def _refuses(x, weight, norm_weight, eps, residual, gated, prefetch):
+    return _unread(x, weight, norm_weight) or (
+        "it reads rows of a residual whose elements lie side by side"
+        if residual is not None and residual.shape[1] > 1 and residual.stride(1) != 1
+        else None
+    )
+
+
+def _refuses_heads(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, eps, prefetch):
+    if k_cache.shape[3] not in (64, 128):
+        return f"its heads are of width 64 or 128, not {k_cache.shape[3]}"
+    if k_cache.dtype != x.dtype:
+        return f"it writes caches of the dtype of x, {x.dtype}, not {k_cache.dtype}"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(3) != 1 or any(stride % 4 for stride in cache.stride()[:3]) or cache.data_ptr() % 8:
+            return f"it writes 8 bytes at once, which the strides or address of {name} don't allow"
+    return _unread(x, weight, norm_weight)
+
+
+def _unread(x, weight, norm_weight):
+    """Why the kernel can't read these; None if it can."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"its tensor cores multiply bfloat16 and float16, not {x.dtype}"
+    if x.dtype == torch.float16 and norm_weight is not None:
+        return "it multiplies by the norm's gains before it divides by the norm, which float16 has no room for"
+    read = [("x", x), ("weight", weight), *([] if norm_weight is None else [("norm_weight", norm_weight)])]
+    for name, t in read:
+        lead = t.stride(0) if t.dim() > 1 and t.shape[0] > 1 else 0
+        if t.shape[-1] % 8 or lead % 8 or t.stride(-1) != 1 or t.data_ptr() % 16:
+            return f"it reads 16 bytes at once, which the shape, strides or address of {name} don't allow"
+    return None
+
+
+_linear = define(
+    "decode_linear(Tensor x, Tensor weight, Tensor? norm_weight, float eps, Tensor? residual, bool gated, "
+    "bool prefetch, str backend) -> Tensor",
+    fake=lambda x, weight, norm_weight, eps, residual, gated, prefetch: x.new_empty(
+        x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
+    ),
+    eager=eager.decode_linear,
+    triton=deferred(f"{__name__}.triton", "decode_linear"),
+    cuda=deferred(f"{__name__}.cuda", "decode_linear", refuses=_refuses),
+)
+
+_qkv = define(
+    "decode_qkv_(Tensor x, Tensor weight, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int heads, "
+    "Tensor positions, float theta, Tensor norm_weight, float eps, bool prefetch, str backend) -> Tensor",
+    fake=lambda x, weight, k_cache, v_cache, slots, heads, *_: x.new_empty(x.shape[0], heads, k_cache.shape[3]),
+    eager=eager.decode_qkv,
+    triton=deferred(f"{__name__}.triton", "decode_qkv"),
+    cuda=deferred(f"{__name__}.cuda", "decode_qkv", refuses=_refuses_heads),
+)
+
+
+def decode_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``h @ weight.T`` with h = x or ``rms_norm(x) * norm_weight``, gated or not, plus residual: one launch where a
+    Llama layer while decoding takes two or three; for serving, so no gradient.
+
+    Args:
+        x: (n, K), few rows: 128 is many. Any number is right. bf16, fp16, fp32 or fp64.
+        weight: (O, K); with ``gated`` (2O, K), gates and then values, of which y is silu(gates) * values.
+        norm_weight: (K,), the norm's gains; None for no norm. eps: added to the mean of squares.
+        residual: (n, O), added to y in fp32.
+        prefetch: no kernel in flight on the stream writes weight or norm_weight, so that they may be read before the
+            kernel that was launched last is over.
+        All are of one dtype, which autocast leaves as it is; any strides, but only rows of elements side by side get
+        the fused kernel.
+
+    Returns:
+        (n, O), dtype of x. Sums are in fp32 (fp64 for fp64). The fused kernel rounds x * norm_weight, and then nothing
+        but the result; a row's result depends on no other row, nor, up to 128 of them, on how many there are. "triton"
+        rounds between its kernels.
+
+    Raises:
+        RuntimeError: gradients are on and an argument needs one.
+    """
+    op = "decode_linear"
+    _checks.tensor(op, "x", x, ("n", "K"))
+    n, width = x.shape
+    if not width:
+        _checks.fail(op, "x", "at least one column", 0)
+    _checks.tensor(op, "weight", weight, ("2O" if gated else "O", width), like=x)
+    if gated and weight.shape[0] % 2:
+        _checks.fail(op, "weight", "an even number of rows, gates and values", weight.shape[0])
+    if norm_weight is not None:
+        _checks.tensor(op, "norm_weight", norm_weight, (width,), like=x)
+    if residual is not None:
+        _checks.tensor(op, "residual", residual, (n, weight.shape[0] // (2 if gated else 1)), like=x)
+    tensors = {"x": x, "weight": weight, "norm_weight": norm_weight, "residual": residual}
+    _of_one_dtype(op, tensors)
+    named = resolve(op, backend, *tensors.values())
+    return _linear(x, weight, norm_weight, float(eps), residual, bool(gated), bool(prefetch), named)
+
+
+def decode_qkv_(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    heads: int,
+    positions: torch.Tensor,
+    theta: float = 10000.0,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-5,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """What a Llama layer does before attention while decoding, in one launch: :func:`decode_linear` with a norm, whose
+    columns are queries, keys and values, and :func:`..kv_append_` of them, with queries and keys turned.
+
+    Args:
+        x, norm_weight, eps, prefetch: as in :func:`decode_linear`.
+        weight: ((H + 2G) d, K): of the heads of queries, then of keys, then of values.
+        k_cache, v_cache, slots, positions, theta: as in :func:`..kv_append_`; a float8 cache has scales of 1.
+        heads: H.
+
+    Returns:
+        (n, H, d), the turned queries, dtype of x. The fused kernel, for bf16, heads of width 64 or 128 and caches of
+        x's dtype, rounds nothing between the product and what it writes.
+
+    Raises:
+        RuntimeError: gradients are on and an argument needs one.
+    """
+    op = "decode_qkv_"
+    check_caches(op, k_cache, v_cache)
+    _checks.tensor(op, "x", x, ("n", "K"), like=k_cache)
+    n, width = x.shape
+    if not width:
+        _checks.fail(op, "x", "at least one column", 0)
+    _checks.whole(op, "heads", heads, 1)
+    groups, of_head = k_cache.shape[2:]
+    _checks.tensor(op, "weight", weight, ((heads + 2 * groups) * of_head, width), like=x)
+    _checks.tensor(op, "norm_weight", norm_weight, (width,), like=x)
+    _checks.tensor(op, "slots", slots, (n,), (torch.int64,), x)
+    _checks.tensor(op, "positions", positions, (n,), _checks.INTEGERS, x)
+    if of_head % 2:
+        _checks.fail(op, "k_cache", "heads of an even width, to turn by positions", of_head)
+    check_theta(op, theta)
+    _of_one_dtype(op, {"x": x, "weight": weight, "norm_weight": norm_weight}, k_cache, v_cache)
+    named = resolve(op, backend, x, weight, k_cache)
+    return _qkv(
+        x, weight, k_cache, v_cache, slots, heads, positions, float(theta), norm_weight, float(eps), bool(prefetch),
+        named,
+    )  # fmt: skip
+
+
+def _of_one_dtype(op, tensors, *others):
+    """And no tensor needs a gradient, of ``others`` either."""
+    (name, first), *rest = tensors.items()
+    for argument, t in rest:
+        if t is not None and t.dtype != first.dtype:
+            _checks.fail(op, argument, f"the dtype of {name}, {first.dtype}", t.dtype)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors.values(), *others)):
+        raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")
