@@ -215,6 +215,9 @@ def scenarios() -> Iterator[Callable]:
         rows = B if shared else 3 * B
         block = pages._replace(lengths=whole(rows), owned=whole(rows), page_table=whole(rows, 8, dtype=torch.int32))
         rest = block, None if shared else pages, 3, 16
+        x = floats(B, 960, dtype=BF16).detach()
+        router = None if shared else (floats(B).detach(), floats(960, dtype=BF16).detach())
+        yield partial(ops.enter_, x, x, whole(B) > 0, *(router or ()))
         yield partial(ops.advance_, whole(B), whole(B) > 0, lanes, record, *rest, shared=shared)
 
 

@@ -145,6 +145,24 @@ class Plan:
             groups = (projected.shape[1] - heads) // 2
             q, k, v = projected.split((heads, groups, groups), 1)
             q = self.pool.append(slot, q, k, v, self.taken.slots, positions, theta)
+        return self._look(slot, q)
+
+    def serve(self, slot: int, x: Tensor, attention, norm, positions: Tensor, theta: float) -> Tensor:
+        """The same for few tokens x (n, D), projection included; see model.layers.Layer.serve."""
+        weight, heads, groups = attention.qkv_proj.weight, attention.heads, attention.groups
+        options = {"norm_weight": norm.weight, "eps": norm.eps, "prefetch": True}
+        if self.taken is not None and self.pool.k_scale is None:
+            caches = self.pool.k[slot], self.pool.v[slot]
+            own = {"heads": heads, "positions": positions, "theta": theta}
+            return self._look(slot, ops.decode_qkv_(x, weight, *caches, self.taken.slots, **own, **options))
+
+        def project(keys=True):
+            own = weight if keys else weight[: heads * attention.head_dim]
+            return ops.decode_linear(x, own, **options).view(len(x), -1, attention.head_dim)
+
+        return self.attend(slot, project, heads, positions, theta)
+
+    def _look(self, slot: int, q: Tensor) -> Tensor:
         lanes = {"rows": self.rows, "cu_seqlens_q": None if self.each else self.cu_seqlens}
         if self.schedule is None:
             heads, k_cache = q.shape[1], self.pool.k[0]

@@ -130,6 +130,8 @@ class Engine:
     Raises ValueError for an argument out of range.
     """
 
+    _recorded = None  # see Program
+
     def __init__(
         self,
         model: MoR,
@@ -171,7 +173,7 @@ class Engine:
         self.cache.batch_invariant = self.batch_invariant = batch_invariant
         if batch_invariant:
             self.prefill_chunk = max_sequences
-        self.program = Program(model, self.cache, max_sequences)
+        self.program = Program(model, self.cache, max_sequences, self._recorded)
 
         self.requests: dict[int, _Request] = {}  # submitted and not yet collected
         self.waiting: deque[_Request] = deque()  # oldest first, all younger than those that run

@@ -31,8 +31,8 @@ class _Tokens:
 
     positions: Tensor  # (n,) int64
     x: Tensor  # (n, D) state
-    last: Tensor  # (n,) int64 recursions that the token takes, unless a router lets it go before
-    replayed: Tensor  # (n,) bool: `last` was recorded earlier, and no router is asked
+    last: Tensor | None = None  # (n,) int64 recursions that the token takes, unless a router lets it go before
+    replayed: Tensor | None = None  # (n,) bool: `last` was recorded earlier, and no router is asked
     logits: Tensor | None = None  # (n,) score of x by the router of the next recursion: expert-choice, linear routers
     entry: Tensor | None = None  # (n, D) state that entered the first recursion: token-choice
     gates: Tensor | None = None  # (n, Nr) gate at each recursion: token-choice
@@ -45,10 +45,11 @@ class _Tokens:
             if (value := getattr(self, f.name)) is not None:
                 value[index] = getattr(tokens, f.name)
 
-    def put_where(self, mask: Tensor, tokens: _Tokens) -> None:
-        for f in fields(self):
-            if (value := getattr(self, f.name)) is not None:
-                new = getattr(tokens, f.name)
+    def enter(self, mask: Tensor, tokens: _Tokens) -> None:
+        """Those of the mask are replaced, but for x and logits."""
+        for name in ("last", "replayed", "entry", "gates"):
+            if (value := getattr(self, name)) is not None:
+                new = getattr(tokens, name)
                 value.copy_(torch.where(mask if value.dim() == 1 else mask[:, None], new, value))
 
 
@@ -68,7 +69,10 @@ class Lane:
 class Program:
     """State of `max_sequences` slots, and the functions that advance it."""
 
-    def __init__(self, model: MoR, cache: KVCache, max_sequences: int):
+    def __init__(self, model: MoR, cache: KVCache, max_sequences: int, recorded: Callable | None = None):
+        """recorded(positions, seeds) -> depths, all (n,) int64, 0 for none: of tokens that come out of the sampler, for
+        a benchmark that wants them other than the router does."""
+        self.recorded = recorded
         self.model, self.cache, self.config = model, cache, model.config
         embedding = model.embed_tokens.weight
         self.device, dtype = embedding.device, embedding.dtype
@@ -79,9 +83,10 @@ class Program:
         self.tokens = _Tokens(  # that each slot has between two passes
             positions=self.lanes.row("position"),
             x=new(max_sequences, width, dtype=dtype),
-            last=new(max_sequences, dtype=torch.int64),
-            replayed=new(max_sequences, dtype=torch.bool),
         )
+        if recorded or self.config.router == "token_choice":
+            self.tokens.last = new(max_sequences, dtype=torch.int64)
+            self.tokens.replayed = new(max_sequences, dtype=torch.bool)
         score = torch.promote_types(dtype, torch.float32)
         if self.config.router == "token_choice":
             self.tokens.entry = new(max_sequences, width, dtype=dtype)
@@ -204,7 +209,8 @@ class Program:
         tokens, (k_lens, end_k_lens) = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
         goes_on = self._pass(tokens, recursion, self._block(tokens.x, position, recursion, line, row, slot, k_lens))
         # of tokens that go on the keys are written as well, to a place that is theirs and counts later
-        x = self._leave(tokens, self.cache.plan_place(position, line, place, end_k_lens))
+        plan = self.cache.plan_place(position, line, place, end_k_lens)
+        x = self.model.serve_last(tokens.x, position, plan)
         logits = self.model.head(x)
         seed, top_k, *floats = self.settings[:, :n]
         temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
@@ -220,12 +226,11 @@ class Program:
             block.page_size, shared=self.config.kv == "shared",
         )  # fmt: skip
         plan = self.cache.plan_place(position, entering.rows, entering.slots, end_k_lens)
-        tokens.put_where(entering.enters, self._enter(entering.ids, position, self._recorded(position, seed), plan))
-
-    def _recorded(self, positions: Tensor, seeds: Tensor) -> Tensor:
-        """(n,) recorded depths of tokens that enter in a tick, 0 for those of which the router is asked: all. A
-        benchmark has others."""
-        return torch.zeros_like(positions)
+        recorded = self.recorded(position, seed) if self.recorded else None
+        new = self._enter(entering.ids, position, recorded, plan)
+        tokens.enter(entering.enters, new)
+        first = None if self.routers is None else self.routers[0]
+        ops.enter_(tokens.x, new.x, entering.enters, tokens.logits, first, self.config.temperature)
 
     def _prefill(self, chunk: _Chunk) -> None:
         """Recursion by recursion; those that go on move to the front, in order."""
@@ -234,6 +239,8 @@ class Program:
         each = torch.arange(size, device=self.device)
         ends = self.cache.ends and self.cache.plan_ends(chunk.slots, positions, cu_seqlens)
         tokens = self._enter(ids, positions, recorded, ends)
+        if self.routers is not None:
+            tokens.logits = self.model.routers[0](tokens.x)[:, 0]
         tokens = tokens.map(lambda t: torch.cat((t, torch.zeros_like(t[:1]))))  # the one more is padding's
         active, depths = each < cu_seqlens[-1], torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         for recursion in range(self.config.num_recursions):
@@ -247,7 +254,7 @@ class Program:
                     break
             part, offsets = tokens.map(lambda t, order=order: t[order]), before[cu_seqlens.long()].int()
             plan = self.cache.plan(chunk.slots, recursion, part.positions, offsets)
-            update = self.model.block(part.x, recursion, part.positions, plan.attend)
+            update = self.model.serve(part.x, recursion, part.positions, plan)
             plan.commit()
             goes_on = self._pass(part, torch.where(order < size, recursion, -1), update)
             tokens.put(order, part)
@@ -255,26 +262,26 @@ class Program:
             going = torch.zeros(size + 1, dtype=torch.bool, device=self.device)
             going[order] = goes_on & (order < size)
             active = going[:-1]
-        self._leave(tokens.map(lambda t: t[:-1]), ends)
+        self.model.serve_last(tokens.x[:-1], positions, ends)
         if ends:
             ends.commit()
         chunk.depths.copy_(depths[:-1])
 
     # Tokens on their way through the model
 
-    def _enter(self, ids: Tensor, positions: Tensor, recorded: Tensor, plan: Plan | None) -> _Tokens:
-        """Embedding and first layer; recorded (n,) depths, 0 for none."""
-        x = self.model.embed_tokens(ids)
-        if plan:
-            x = self.model.first_layer(x, positions, functools.partial(plan.attend, 0))
-        replayed, chosen = recorded > 0, self.config.num_recursions
-        logits = entry = gates = None
-        if self.routers is not None:
-            logits = self.model.routers[0](x)[:, 0]
+    def _enter(self, ids: Tensor, positions: Tensor, recorded: Tensor | None, plan: Plan | None) -> _Tokens:
+        """Embedding and first layer; recorded (n,) depths, 0 for none. The linear router is left to `ops.enter_`."""
+        tokens = _Tokens(positions, self.model.serve_first(self.model.embed_tokens(ids), positions, plan))
+        chosen = torch.full_like(ids, self.config.num_recursions) if recorded is not None else None
         if self.config.router == "token_choice":
-            _, depths, probs = self.model.choose_depths(x[None])
-            chosen, entry, gates = depths[0], x.clone(), self.config.alpha * probs[0]
-        return _Tokens(positions, x, torch.where(replayed, recorded, chosen), replayed, logits, entry, gates)
+            _, depths, probs = self.model.choose_depths(tokens.x[None])
+            chosen, tokens.entry, tokens.gates = depths[0], tokens.x.clone(), self.config.alpha * probs[0]
+        tokens.last = chosen
+        if chosen is not None:
+            tokens.replayed = torch.zeros_like(chosen, dtype=torch.bool) if recorded is None else recorded > 0
+        if recorded is not None:
+            tokens.last = torch.where(tokens.replayed, recorded, chosen)
+        return tokens
 
     def _pass(self, tokens: _Tokens, recursion: Tensor, update: Tensor) -> Tensor:
         """Give the tokens at recursion (n,), -1 for padding, what the block made of them.
@@ -289,13 +296,14 @@ class Program:
                 temperature=config.temperature, residual=config.residual,
             )  # fmt: skip
         everyone = torch.arange(len(recursion), device=self.device)
-        goes_on = (recursion >= 0) & (recursion + 1 < tokens.last)
+        goes_on = (recursion >= 0) & (recursion + 1 < (config.num_recursions if tokens.last is None else tokens.last))
         recursion = recursion.clamp(min=0)
         if config.router == "expert_choice":
             gates = self._at_recursions(model.expert_gates, recursion, tokens.x)
             tokens.x.copy_(ops.scatter_back(tokens.x, update, everyone, gates, residual=config.residual))
             following = (recursion + 1).clamp(max=config.num_recursions - 1)
-            goes_on &= tokens.replayed | self._at_recursions(model.goes_on, following, tokens.x)
+            wanted = self._at_recursions(model.goes_on, following, tokens.x)
+            goes_on &= wanted if tokens.replayed is None else tokens.replayed | wanted
         elif config.router == "token_choice":
             gates = tokens.gates.gather(1, recursion[:, None]).squeeze(1)
             every_step = config.gate == "every_step"
@@ -312,22 +320,17 @@ class Program:
         plan = self.cache.plan_pass(positions, recursion, line, row, slot, k_lens)
         count = self.config.num_recursions
         if count == 1 or "cycle" in self.config.sharing:
-            return self.model.block(x, 0 if count == 1 else recursion.clamp(min=0), positions, plan.attend)
+            return self.model.serve(x, 0 if count == 1 else recursion, positions, plan)
         out = torch.zeros_like(x)
         for r in range(count):
             here = recursion == r
-            out = torch.where(here[:, None], self.model.block(x, r, positions, plan.only(here).attend), out)
+            out = torch.where(here[:, None], self.model.serve(x, r, positions, plan.only(here)), out)
         return out
 
     def _at_recursions(self, function: Callable[[int, Tensor], Tensor], recursion: Tensor, x: Tensor) -> Tensor:
         """function(r, x) (n,) for tokens x (n, D) at different recursions (n,)."""
         each = [function(r, x) for r in range(self.config.num_recursions)]
         return torch.stack(each).gather(0, recursion[None])[0]
-
-    def _leave(self, tokens: _Tokens, plan: Plan | None) -> Tensor:
-        """Last layer, by which the tokens' keys and values are complete. Returns normalised states (n, D), for the
-        head."""
-        return self.model.last_layer(tokens.x, tokens.positions, plan and functools.partial(plan.attend, 1))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -80,6 +81,17 @@ class Layer(nn.Module):
         x, gate_up = ops.rms_norm_linear(x, norm.weight, mlp.gate_up_proj.weight, norm.eps, add=attended)
         add = ops.swiglu_linear(gate_up, mlp.down_proj.weight)
         return view(x, (*lead, x.shape[-1])), view(add, (*lead, x.shape[-1]))
+
+    def serve(self, x, positions, attend):
+        """The sum of what :meth:`forward` returns, for a few tokens (n, D) while decoding: four launches and those of
+        attend(x, attention, norm, positions, theta) -> (n, H, d), which projects as well. No weight is written meanwhile.
+        """
+        linear, attention, mlp = functools.partial(ops.decode_linear, prefetch=True), self.self_attn, self.mlp
+        attended = attend(x, attention, self.input_layernorm, positions, self.theta)
+        x = linear(attended.flatten(1), attention.o_proj.weight, residual=x)
+        norm = self.post_attention_layernorm
+        h = linear(x, mlp.gate_up_proj.weight, norm_weight=norm.weight, eps=norm.eps, gated=True)
+        return linear(h, mlp.down_proj.weight, residual=x)
 
 
 class Router(nn.Module):

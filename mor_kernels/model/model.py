@@ -112,6 +112,24 @@ class MoR(nn.Module):
         x = x + add
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
+    def serve(self, x, recursion, positions, plan):
+        """:meth:`block` for tokens (n, D) while decoding: plan.attend as there, where there are adapters, or else
+        plan.serve, see :meth:`.layers.Layer.serve`."""
+        if len(self.lora):
+            return self.block(x, recursion, positions, plan.attend)
+        for slot, index in enumerate(self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]):
+            x = self.layers[index].serve(x, positions, functools.partial(plan.serve, slot))
+        return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
+
+    def serve_first(self, x, positions, plan):
+        return self.layers[0].serve(x, positions, functools.partial(plan.serve, 0)) if plan else x
+
+    def serve_last(self, x, positions, plan):
+        """And the norm before the head."""
+        if plan:
+            x = self.layers[-1].serve(x, positions, functools.partial(plan.serve, 1))
+        return ops.rms_norm(x, self.norm.weight, self.norm.eps)[1]
+
     def _layer(self, index, x, add, *arguments):
         """See :class:`.layers.Layer`."""
         layer = self.layers[index]

@@ -9,7 +9,7 @@ backends. By default a GPU gets Triton's or the CUDA kernels, whichever were mea
 was; float64, and tensors on the CPU, get plain PyTorch.
 """
 
-from .advance import Entering, Lanes, advance_
+from .advance import Entering, Lanes, advance_, enter_
 from .attention import attention, attention_varlen
 from .decode_linear import decode_linear, decode_qkv_
 from .depth_step import depth_step_
@@ -56,6 +56,7 @@ __all__ = [
     "decode_linear",
     "decode_qkv_",
     "depth_step_",
+    "enter_",
     "free_pages_",
     "gather",
     "kv_append",

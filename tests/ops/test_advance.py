@@ -217,3 +217,26 @@ def test_in_a_cuda_graph(device, backend):
                 graph.replay()
         runs.append([t for part in own for t in (part if isinstance(part, tuple) else (part,))])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@s.targets("enter_")
+@given(n=s.sizes_or_none, width=st.integers(1, 40), seed=s.seeds, dtype=s.dtypes, strided=st.booleans(),
+       scored=st.booleans())  # fmt: skip
+def test_states_enter(device, backend, n, width, seed, dtype, strided, scored):
+    """Copies are exact, a score is the router's own; the rows that don't enter stay, and what isn't theirs is NaN."""
+    s.assume_served(device, backend, dtype)
+    x, new, weight = (
+        s.normal(shape, seed + i, dtype).to(device) for i, shape in enumerate([(n, width)] * 2 + [(width,)])
+    )
+    memory = torch.full((n, width + 3), torch.nan, dtype=dtype, device=device)
+    memory[:, :width] = x
+    new = new.mT.contiguous().mT if strided else new
+    enters = torch.rand(n, generator=torch.Generator().manual_seed(seed)).to(device) < 0.5
+    logits = torch.full((n,), 7.0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    router = (logits, weight, 0.5) if scored else ()
+    ops.enter_(memory[:, :width], new, enters, *router, backend=backend)
+    assert torch.equal(memory[:, :width], torch.where(enters[:, None], new, x)) and memory[:, width:].isnan().all()
+    score = (new.double() @ weight.double()) / 0.5
+    # products of fp32 or wider, added up in any order
+    slack = 2 * width * torch.finfo(logits.dtype).eps * (new.double().abs() @ weight.double().abs())
+    assert ((logits - torch.where(enters & scored, score, 7.0)).abs() <= slack).all()

@@ -60,6 +60,13 @@ def advanced():
     return ops.advance_(none, none > 0, lanes, record, block, ends, 2, 4).slots + lanes.row("slot")
 
 
+def entered():
+    with torch.no_grad():
+        state, scores = x[0].clone(), torch.zeros(N)
+        ops.enter_(state, x[1].clone(), torch.arange(N) % 2 > 0, scores, weight)
+        return state + scores[:, None]
+
+
 def scatter_in_place():
     with torch.no_grad():
         return ops.scatter_back_(x.clone(), routed.rows, routed.indices, routed.gates)
@@ -100,6 +107,7 @@ CALLS = {
     "decode_linear": linear_of_few_rows,
     "decode_qkv_": project_in_place,
     "depth_step_": step_in_place,
+    "enter_": entered,
     "free_pages_": lambda: pages_in_place(lambda s, taken, starts: ops.free_pages_(s, taken.rows)),
     "gather": lambda: ops.gather(x.flatten(0, 1), rows),
     "kv_append": lambda: ops.kv_append(k.flatten(0, 1)[:3], v.flatten(0, 1)[:3], cache, cache, rows)[0],

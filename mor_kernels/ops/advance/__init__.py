@@ -8,6 +8,7 @@ import torch
 
 from .. import _checks
 from .._dispatch import deferred, define, resolve
+from .._numeric import wide
 from ..pages import Pages, check_pages
 from . import eager
 from ._fields import FIELDS
@@ -30,6 +31,15 @@ def _fake(chosen, *_):
 
 
 _advance = define(_schema(), fake=_fake, eager=eager.advance, triton=deferred(f"{__name__}.triton", "advance"))
+
+
+_enter = define(
+    "enter_(Tensor(a!) x, Tensor new, Tensor enters, Tensor(b!)? logits, Tensor? weight, float temperature, "
+    "str backend) -> ()",
+    fake=lambda *_: None,
+    eager=eager.enter,
+    triton=deferred(f"{__name__}.triton", "enter"),
+)
 
 
 class Lanes(NamedTuple):
@@ -123,3 +133,39 @@ def advance_(
     pools = (*block, *(ends or (None,) * len(block)))
     named = resolve(op, backend, chosen)
     return Entering(*_advance(chosen, goes_on, *lanes, record, *pools, recursions, shared, page_size, named))
+
+
+def enter_(
+    x: torch.Tensor,
+    new: torch.Tensor,
+    enters: torch.Tensor,
+    logits: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Put states at the door of the block, in one launch, with their scores by the first recursion's router, as
+    :func:`..depth_step_` wants them.
+
+    Args:
+        x: (n, D), written where ``enters``; rows of elements side by side.
+        new: (n, D), of x's dtype.
+        enters: (n,) bool.
+        logits: (n,) fp32 (fp64 for fp64 x), written likewise: new . weight / temperature. None for no router.
+        weight: (D,) linear router.
+    """
+    op = "enter_"
+    _checks.tensor(op, "x", x, ("n", "D"))
+    _checks.tensor(op, "new", new, tuple(x.shape), (x.dtype,), x)
+    _checks.tensor(op, "enters", enters, (x.shape[0],), (torch.bool,), x)
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        _checks.fail(op, "x", "rows of elements side by side", f"strides {x.stride()}")
+    if (logits is None) != (weight is None):
+        _checks.fail(op, "weight", "a router where logits are given, and none where they aren't", weight)
+    if logits is not None:
+        _checks.tensor(op, "logits", logits, (x.shape[0],), (wide(x.dtype),), x)
+        _checks.tensor(op, "weight", weight, (x.shape[1],), like=x)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, new, weight)):
+        raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")
+    _enter(x, new, enters, logits, weight, float(temperature), resolve(op, backend, x))

@@ -68,3 +68,10 @@ def _take(pages, rows, mask, page_size):
     free_count.sub_(granted.sum())
     there = mask & room & (granted | ~needs)
     return torch.where(there, page.long() * page_size + length % page_size, -1)
+
+
+def enter(x, new, enters, logits, weight, temperature):
+    x.copy_(torch.where(enters[:, None], new, x))
+    if logits is not None:
+        score = torch.nn.functional.linear(new.to(logits.dtype), weight.to(logits.dtype)[None])[:, 0] / temperature
+        logits.copy_(torch.where(enters, score, logits))

@@ -128,3 +128,26 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
             0 if ends[0] is None else ends[2].shape[1], page_size, SHARED=shared, LANES=LANES, num_warps=8,
         )  # fmt: skip
     return ids, enters, rows, places
+
+
+@triton.jit
+def _enter(x, new, enters, logits, weight, stride_x, stride_new, temperature, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(enters + row) == 0:
+        return
+    d = tl.arange(0, BLOCK)
+    state = tl.load(new + row * stride_new + d, mask=d < WIDTH, other=0)
+    tl.store(x + row * stride_x + d, state, mask=d < WIDTH)
+    if logits is not None:
+        score = state.to(tl.float32) * tl.load(weight + d, mask=d < WIDTH, other=0).to(tl.float32)
+        tl.store(logits + row, tl.sum(score) / temperature)
+
+
+def enter(x, new, enters, logits, weight, temperature):
+    n, width = x.shape
+    new = new if new.stride(1) == 1 else new.contiguous()
+    if n and width:
+        _enter[(n,)](
+            x, new, enters.contiguous(), logits, None if weight is None else weight.contiguous(), x.stride(0),
+            new.stride(0), temperature, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        )  # fmt: skip
