@@ -149,7 +149,7 @@ class Plan:
 
     def serve(self, slot: int, x: Tensor, attention, norm, positions: Tensor, theta: float) -> Tensor:
         """The same for few tokens x (n, D), projection included; see model.layers.Layer.serve."""
-        weight, heads, groups = attention.qkv_proj.weight, attention.heads, attention.groups
+        weight, heads = attention.qkv_proj.weight, attention.heads
         options = {"norm_weight": norm.weight, "eps": norm.eps, "prefetch": True}
         if self.taken is not None and self.pool.k_scale is None:
             caches = self.pool.k[slot], self.pool.v[slot]

@@ -83,8 +83,9 @@ class Layer(nn.Module):
         return view(x, (*lead, x.shape[-1])), view(add, (*lead, x.shape[-1]))
 
     def serve(self, x, positions, attend):
-        """The sum of what :meth:`forward` returns, for a few tokens (n, D) while decoding: four launches and those of
-        attend(x, attention, norm, positions, theta) -> (n, H, d), which projects as well. No weight is written meanwhile.
+        """The sum of what :meth:`forward` returns, for a few tokens (n, D) while decoding: three launches and those
+        of attend(x, attention, norm, positions, theta) -> (n, H, d), which projects as well. Nothing writes weights
+        meanwhile.
         """
         linear, attention, mlp = functools.partial(ops.decode_linear, prefetch=True), self.self_attn, self.mlp
         attended = attend(x, attention, self.input_layernorm, positions, self.theta)

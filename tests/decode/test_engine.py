@@ -1,5 +1,5 @@
 import random
-from copy import copy
+from copy import deepcopy
 
 import pytest
 import tokenizers
@@ -137,7 +137,7 @@ def test_one_call_of_the_block_a_step_whatever_the_depths(monkeypatch):
     def run(sharing):
         model, _ = tiny(3, sharing=sharing, **EXPERT)
         calls, serve = [], model.serve
-        monkeypatch.setattr(model, "serve", lambda *a: calls.append(copy(a[1])) or serve(*a))
+        monkeypatch.setattr(model, "serve", lambda *a: calls.append(deepcopy(a[1])) or serve(*a))
         engine = Engine(model, max_sequences=4)
         for prompt in random_prompts([2, 3, 4, 5]):
             engine.submit(prompt, SamplingParams(max_tokens=8))
