@@ -32,24 +32,6 @@ def quickly():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def hooked(monkeypatch):
-    """An engine that asks _recorded, where it doesn't yet."""
-    if hasattr(Engine, "_recorded"):
-        return
-    enter = Engine._enter
-
-    def asking(self, ids, positions, recorded, slots, cu_seqlens=None):
-        seeds = self.sampling["seed"][slots]
-        if cu_seqlens is not None:
-            seeds = seeds.repeat_interleave(cu_seqlens.diff())
-        return enter(self, ids, positions, torch.where(recorded > 0, recorded, self._recorded(positions, seeds)),
-                     slots, cu_seqlens)  # fmt: skip
-
-    monkeypatch.setattr(Engine, "_recorded", lambda self, positions, seeds: torch.zeros_like(positions), raising=False)
-    monkeypatch.setattr(Engine, "_enter", asking)
-
-
 def tiny(**changes):
     return decode.random_model(MoRConfig(**{**TINY, **changes}), "cpu")
 
@@ -158,13 +140,13 @@ def test_what_came_in_the_window_is_counted():
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_recursions": 3}, MOR, {**MOR, "kv": "shared"}])
-def test_requests_side_by_side_are_those_alone(fields, hooked):
+def test_requests_side_by_side_are_those_alone(fields):
     model = tiny(**fields)
     mix = (0.2, 0.3, 0.5) if "router" in fields else None
     decode.check(model, mix)
 
 
-def test_wrong_tokens_and_depths_are_caught(monkeypatch, hooked):
+def test_wrong_tokens_and_depths_are_caught(monkeypatch):
     generate = Engine.generate
 
     def shifted(self, prompts, params=None):
@@ -183,7 +165,7 @@ def test_wrong_tokens_and_depths_are_caught(monkeypatch, hooked):
 
 
 @pytest.mark.parametrize("fields", [{}, MOR])
-def test_a_steady_window_is_measured(fields, hooked, monkeypatch):
+def test_a_steady_window_is_measured(fields, monkeypatch):
     monkeypatch.setattr(decode, "PROFILED", 2)
     mix = (0.25, 0.25, 0.5) if fields else None
     engine = decode.engine_of(tiny(**fields), mix, max_sequences=4)
@@ -222,7 +204,7 @@ def test_kernels_are_counted_by_tick():
 
 
 @pytest.fixture
-def small(monkeypatch, hooked):
+def small(monkeypatch):
     """A whole run in some seconds, on a CPU."""
     monkeypatch.setitem(config.SIZES, "tiny", {**TINY, "num_hidden_layers": 4})
     monkeypatch.setattr(decode, "RECURSIVE", {"mor-2": decode.RECURSIVE["mor-2"]})
