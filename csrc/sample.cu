@@ -39,12 +39,17 @@ struct Settings {
 struct Shared {
   Settings of;  // kept here, as registers are scarce
   unsigned low[2][kBins], high[2][kBins];  // sums by the first digit, and by another; the likeliest tokens' first
-  uint64_t totals[kWarps], before;
+  uint64_t totals[kWarps], before, total;
   double sums[kWarps];
   float best[kWarps];
-  unsigned bin;
+  unsigned digit;
   int token;
 };
+
+__device__ __forceinline__ Shared& shared() {
+  __shared__ Shared s;
+  return s;
+}
 
 // Keys
 
@@ -103,14 +108,20 @@ struct Lane {
     Packed x{~0u, ~0u, ~0u, ~0u};  // NaN, where there is no logit
     if (pack >= end) return x;
     if (held) return held[pack];
-    if (whole && (pack + 1) * kPack <= vocabulary) return load_held<T, kPack>(row, pack * kPack, 1);
+    return whole && (pack + 1) * kPack <= vocabulary ? load_held<T, kPack>(row, pack * kPack, 1)
+                                                     : load_each(row + pack * kPack, vocabulary - pack * kPack);
+  }
+
+  // What isn't inlined would else be most of the code, which is fetched anew for each block.
+  static __device__ __noinline__ Packed load_each(const T* from, int count) {
+    Packed x{~0u, ~0u, ~0u, ~0u};
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      if (pack * kPack + i >= vocabulary) break;
+      if (i >= count) break;
       if constexpr (sizeof(T) == 4) {
-        x.words[i] = reinterpret_cast<const unsigned*>(row)[pack * kPack + i];
+        x.words[i] = reinterpret_cast<const unsigned*>(from)[i];
       } else {
-        const unsigned bits = reinterpret_cast<const uint16_t*>(row)[pack * kPack + i];
+        const unsigned bits = reinterpret_cast<const uint16_t*>(from)[i];
         x.words[i / 2] = __byte_perm(x.words[i / 2], bits, i % 2 ? 0x5410 : 0x3254);
       }
     }
@@ -121,6 +132,7 @@ struct Lane {
   template <int kAtOnce, class F>
   __device__ __forceinline__ void each_pack(F f) const {
     const int lane = threadIdx.x % kWarp;
+#pragma unroll 1
     for (int first = begin + lane; first - lane < end; first += kAtOnce * kWarp) {
       Packed x[kAtOnce];
 #pragma unroll
@@ -137,9 +149,15 @@ struct Lane {
   // f(key, how often it is met here)
   template <class F>
   __device__ __forceinline__ void each(F f) const {
-    each_pack<1>([&](int, const Packed& x) {
+    each_pack<1>([&](int, Packed x) {
+#pragma unroll 1
+      for (int i = 0; i < kPack; ++i) {  // not unrolled, for the same reason
+        f(key(x, 0), 1u);
+        constexpr int kShift = kBits<T> % 32;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) f(key(x, i), 1u);
+        for (int w = 0; w < 3; ++w) x.words[w] = kShift ? x.words[w] >> 16 | x.words[w + 1] << 16 : x.words[w + 1];
+        x.words[3] >>= kShift;
+      }
     });
   }
 };
@@ -160,6 +178,7 @@ struct Counted {
   template <class F>
   __device__ __forceinline__ void each(F f) const {
     const int lane = threadIdx.x % kWarp, stretch = ceil_div(count, kWarp) | 1;
+#pragma unroll 1
     for (int i = threadIdx.x / kWarp; i < stretch; i += kWarps) {
       if (lane * stretch + i >= count) break;
       const unsigned bin = items[lane * stretch + i];
@@ -244,35 +263,34 @@ __device__ __forceinline__ void add(Shared& s, int which, unsigned digit, uint64
   if (high) atomicAdd(&s.high[which][bin], high);
 }
 
-// The digit at which the sum of the histogram, from the likeliest on, reaches `bound`, and the sum before it; false if
-// it doesn't.
-__device__ bool find(Shared& s, int which, uint64_t bound, unsigned& digit, uint64_t& before, uint64_t& total) {
+// Whether the sum of the histogram, from the likeliest on, reaches `bound`. At which digit it does, the sum before that
+// and the sum of all are then shared.
+__device__ __noinline__ bool find(int which, uint64_t bound) {
+  Shared& s = shared();
   __syncthreads();
+  uint64_t total;
   const uint64_t own = uint64_t(s.high[which][threadIdx.x]) << 32 | s.low[which][threadIdx.x];
   const uint64_t mine = sum_before(s, own, total);
-  if (mine < bound && bound <= mine + own) s.bin = threadIdx.x, s.before = mine;
+  if (mine < bound && bound <= mine + own) s.digit = kBins - 1 - threadIdx.x, s.before = mine;
+  if (threadIdx.x == 0) s.total = total;
   __syncthreads();
-  digit = kBins - 1 - s.bin, before = s.before;
   return bound <= total;
 }
 
 // The same of whole keys, of which histogram 0 has the first digit.
 template <class T, class Items, class F>
 __device__ bool descend(Shared& s, const Items& items, uint64_t bound, F weigh, unsigned& key, uint64_t& before) {
-  uint64_t total;
-  unsigned digit;
   int known = kBits<T> - kDigit;
-  if (!find(s, 0, bound, digit, before, total)) return false;
-  key = digit << known;
+  if (!find(0, bound)) return false;
+  key = s.digit << known, before = s.before;
   while (known) {
     const int shift = max(known - kDigit, 0);
     clear(s, 1);
     items.each([&](unsigned other, unsigned count) {
       if ((other ^ key) >> known == 0) add(s, 1, other >> shift & (kBins - 1), count * weigh(other));
     });
-    uint64_t within;
-    find(s, 1, bound - before, digit, within, total);
-    key |= digit << shift, before += within, known = shift;
+    find(1, bound - before);
+    key |= s.digit << shift, before += s.before, known = shift;
   }
   return true;
 }
@@ -304,28 +322,42 @@ __device__ __forceinline__ uint64_t bound_of(double top_p) {
   return exact - half + (uint64_t(double(exact - half)) < exact);  // half way is rounded to even digits
 }
 
+template <class T>
+__device__ __forceinline__ double score_of(unsigned key, double top, double temperature) {
+  return (value_of<T>(key) - top) / temperature;
+}
+
+template <class T>
+__device__ __noinline__ double exponential_of(unsigned key, double top, double temperature) {
+  return exp(score_of<T>(key, top, temperature));
+}
+
+template <class T>
+__device__ __noinline__ double probability_of(unsigned key, double top, double temperature, double sum) {
+  return exp(score_of<T>(key, top, temperature)) / sum;
+}
+
 // The key that is drawn, and of how many tokens of that key it is the first behind. No key under `faint` counts.
 template <class T, class Items>
 __device__ unsigned draw(Shared& s, const Items& items, unsigned best, unsigned faint, int& rank) {
   const Settings& of = s.of;
   const double top = value_of<T>(best);
-  const auto score = [&](unsigned key) { return (value_of<T>(key) - top) / of.temperature; };
   unsigned least = faint, key;
   uint64_t before;
   if (of.top_k > 0) {
     const auto one = [&](unsigned other) { return uint64_t(other >= faint); };
     first_digits<T>(s, items, one);
     if (descend<T>(s, items, of.top_k, one, key, before)) {
-      const double of_last = score(key);  // other logits may have the same
-      least = lowest(faint, key, [&](unsigned other) { return score(other) >= of_last; });
+      const double of_last = score_of<T>(key, top, of.temperature);  // other logits may have the same
+      least = lowest(faint, key, [&](unsigned other) { return score_of<T>(other, top, of.temperature) >= of_last; });
     }
   }
   double sum = 0;
   items.each([&](unsigned other, unsigned count) {
-    if (other >= least) sum += count * exp(score(other));
+    if (other >= least) sum += count * exponential_of<T>(other, top, of.temperature);
   });
   sum = sum_of(s, sum);
-  const auto probability = [&](unsigned other) { return exp(score(other)) / sum; };
+  const auto probability = [&](unsigned other) { return probability_of<T>(other, top, of.temperature, sum); };
   if (of.min_p > 0) {
     const double limit = of.min_p * probability(best);
     least = lowest(least, best, [&](unsigned other) { return probability(other) >= limit; });
@@ -333,10 +365,10 @@ __device__ unsigned draw(Shared& s, const Items& items, unsigned best, unsigned 
   const auto weigh = [&](unsigned other) { return other >= least ? uint64_t(probability(other) * kOne) : 0; };
   first_digits<T>(s, items, weigh);
 
-  uint64_t total, bound = ~uint64_t(0);
-  find(s, 0, bound, key, before, total);  // for the total
+  find(0, ~uint64_t(0));
+  uint64_t total = s.total;
   for (bool cut = of.top_p < 1;; cut = false) {  // first what top_p leaves, then the token
-    bound = cut ? bound_of(of.top_p) : min(uint64_t(of.uniform * double(total)), total - 1) + 1;
+    const uint64_t bound = cut ? bound_of(of.top_p) : min(uint64_t(of.uniform * double(total)), total - 1) + 1;
     const bool found = descend<T>(s, items, bound, weigh, key, before);
     if (cut && !found) continue;
     const uint64_t each = weigh(key), tokens = ceil_div(bound - before, each);
@@ -358,6 +390,7 @@ __device__ bool count_keys(Shared& s, const Params& p, const Lane<T>& row, unsig
   counted.words = launched_memory<unsigned>() + kItemBytes / sizeof(unsigned);
   const int words = counted.wide ? bins : ceil_div(bins, 2);
   if (kItemBytes + int64_t(words) * int(sizeof(unsigned)) > p.room) return false;
+#pragma unroll 1
   for (int word = threadIdx.x; word < words; word += kThreads) counted.words[word] = 0;
   __syncthreads();
   row.template each_pack<2>([&](int, const auto& x) {
@@ -372,9 +405,11 @@ __device__ bool count_keys(Shared& s, const Params& p, const Lane<T>& row, unsig
   const int stretch = ceil_div(bins, kThreads) * kWarp;
   const int begin = min(warp * stretch, bins), end = min(begin + stretch, bins);
   int own = 0;
+#pragma unroll 2
   for (int bin = begin + lane; bin < end; bin += kWarp) own += counted.at(bin) > 0;
   int at = __shfl_sync(kAll, sum_before(s, own, counted.count), 0);
   if (counted.count > kMostItems) return false;
+#pragma unroll 2
   for (int first = begin; first < end; first += kWarp) {
     const int bin = first + lane;
     const bool occurs = bin < end && counted.at(bin) > 0;
@@ -411,6 +446,7 @@ __device__ void locate(Shared& s, const Lane<T>& row, unsigned key, int rank, in
     }
     int mine = left - (upto - __popc(which));
     if (mine >= 0 && left < upto) {
+#pragma unroll 1
       for (; mine; --mine) which &= which - 1;
       *token = int64_t(pack) * Lane<T>::kPack + __ffs(which) - 1;
     }
@@ -420,7 +456,7 @@ __device__ void locate(Shared& s, const Lane<T>& row, unsigned key, int rank, in
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_constant__ Params p) {
-  __shared__ Shared s;
+  Shared& s = shared();
   take_over();
   using Row = Lane<T>;
   const int64_t lane = blockIdx.x, position = p.position[lane * p.of[5]];
