@@ -19,11 +19,11 @@ namespace mor {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kChunk = 64;              // of K, that is copied and multiplied at once
-constexpr int kLine = 2 * kChunk;       // bytes of it, of a row
-constexpr int kRing = 96 * 1024;        // bytes of chunks: the next kernel's blocks have theirs beside them
-constexpr int kMostParts = 8;           // blocks of a cluster, which every Hopper GPU can launch
-constexpr int kUnit = 4;                // columns that a thread writes at once
+constexpr int kChunk = 64;         // of K, that is copied and multiplied at once
+constexpr int kLine = 2 * kChunk;  // bytes of it, of a row
+constexpr int kRing = 96 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
+constexpr int kMostParts = 8;      // blocks of a cluster, which every Hopper GPU can launch
+constexpr int kUnit = 4;           // columns that a thread writes at once
 
 struct Cache {
   void* x;
@@ -34,10 +34,10 @@ struct Linear {
   const void *x, *weight, *gain, *residual;
   void* out;
   int64_t x_n, weight_n, residual_n;
-  int n, k, columns;      // columns of y
+  int n, k, columns;        // columns of y
   int chunks, each, parts;  // of K: chunks, those of a part, and parts
   bool gated, prefetch, wide;
-  float eps;
+  float of_k, eps;  // 1 / k
   // where y is heads
   const int64_t* slots;
   const void* positions;
@@ -55,9 +55,9 @@ struct Setting {
   using Number = T;
   static constexpr int kColumns = C, kRows = N;
   static constexpr bool kNorm = G, kHeads = H;
-  static constexpr int kAcross = std::min(N / 16, C == 128 ? 2 : 4);      // warps side by side over the rows of x
-  static constexpr int kAlong = std::min(kWarps / kAcross, C / 16);       // and over the columns
-  static constexpr int kTall = C / 16 / kAlong, kPairs = N / 16 / kAcross;  // tiles of 16 a warp
+  static constexpr int kAcross = std::min(N / 16, C == 128 ? 2 : 4);  // warps side by side over the rows of x
+  static constexpr int kAlong = std::min(kWarps / kAcross, C / 16);   // and over the columns
+  static constexpr int kTall = C / 16 / kAlong, kPairs = N / 16 / kAcross;  // tiles of 16 that a warp has
   static constexpr int kStageBytes = (C + N + G) * kLine;
   static constexpr int kStages = std::min(kRing / kStageBytes, 8);
   static constexpr int kPitch = C + 4;  // of sums; behind a row's, its sum of squares
@@ -65,67 +65,79 @@ struct Setting {
   static_assert(kPairs <= kAlong && kSumBytes <= kRing);
 };
 
-// Which elements of a chunk a thread copies: the same 16 bytes of every 32nd row. Units of 16 bytes change places within
-// a row, so that those of neighbouring rows lie in different banks.
+// What of a chunk a thread copies: the same 16 bytes of every 32nd row, zeros where there is no such row or no more of
+// it. Units of 16 bytes change places within a row, so that those of neighbouring rows lie in different banks.
 template <class C>
 struct Copier {
   using T = typename C::Number;
   static constexpr int kUnits = kLine / 16, kTogether = kThreads / kUnits;
-  const Linear& p;
-  int tile, first_row, row, unit;
+  static constexpr int kColumnCopies = C::kColumns / kTogether, kRowCopies = ceil_div(C::kRows, kTogether);
+  static constexpr int kFirst = std::max(kColumnCopies / 2, 1);  // copies of gates, or of the first half
+  const char *weight, *x, *gain;  // the thread's, of its first row
+  int64_t further_column, second_half, further_row;  // bytes to the next copy's, and from the first half's to the other
+  int second_columns;                   // by how many columns the second half is further: none from gates to values
+  int row, k, columns_left, rows_left;  // from the thread's first on
   unsigned to;
 
-  __device__ __forceinline__ Copier(const Linear& p, int tile, char* memory)
-      : p(p), tile(tile), first_row(blockIdx.y * C::kRows), row(threadIdx.x / kUnits), unit(threadIdx.x % kUnits),
-        to(shared_address(memory) + row * kLine + (unit ^ row % kUnits) * 16) {}
-
-  // The row of the weight that is the block's, its number; -1 if there is none.
-  __device__ __forceinline__ int number(int row) const {
-    if (!p.gated) {
-      const int column = tile * C::kColumns + row;
-      return column < p.columns ? column : -1;
-    }
+  __device__ __forceinline__ Copier(const Linear& p, int tile, char* memory) {
     constexpr int kHalf = C::kColumns / 2;
-    const int column = tile * kHalf + row % kHalf;
-    return column < p.columns ? column + (row < kHalf ? 0 : p.columns) : -1;
+    const int unit = threadIdx.x % kUnits;
+    row = threadIdx.x / kUnits;
+    to = shared_address(memory) + row * kLine + (unit ^ row % kUnits) * 16;
+    const int64_t line = p.weight_n * sizeof(T);
+    int first = tile * (p.gated ? kHalf : C::kColumns) + (p.gated ? row % kHalf : row);
+    columns_left = p.columns - first;
+    if (p.gated && row >= kHalf) first += p.columns;
+    const int offset = unit * 16;
+    weight = static_cast<const char*>(p.weight) + first * line + offset;
+    further_column = kTogether * line;
+    second_half = (p.gated ? p.columns : kHalf) * line, second_columns = p.gated ? 0 : kHalf;
+    const int nth = blockIdx.y * C::kRows + row;
+    rows_left = p.n - nth, further_row = kTogether * p.x_n * sizeof(T);
+    x = static_cast<const char*>(p.x) + nth * p.x_n * sizeof(T) + offset;
+    gain = static_cast<const char*>(p.gain) + offset;
+    k = p.k - unit * kWide<T>;
   }
 
-  __device__ __forceinline__ void weight(int chunk, int slot) const {
-    const int k = chunk * kChunk + unit * kWide<T>;
+  __device__ __forceinline__ void columns(int chunk, int slot) const {
+    const int64_t at = int64_t(chunk) * kLine;
+    const bool inside = chunk * kChunk < k;
     const unsigned stage = to + slot * C::kStageBytes;
 #pragma unroll
-    for (int i = 0; i < C::kColumns / kTogether; ++i) {
-      const int from = number(row + i * kTogether);
-      if (from >= 0) copy(stage + i * kTogether * kLine, p.weight, from * p.weight_n + k, k < p.k);
-    }
-    if (C::kNorm && threadIdx.x < kUnits) copy(stage + (C::kColumns + C::kRows) * kLine, p.gain, k, k < p.k);
+    for (int i = 0; i < kColumnCopies; ++i)
+      copy_async_or_clear(stage + i * kTogether * kLine, weight + at + column(i), inside && there(i));
+    if (C::kNorm && row == 0) copy_async_or_clear(stage + (C::kColumns + C::kRows) * kLine, gain + at, inside);
   }
 
-  // What rows that aren't there multiply is nobody's.
   __device__ __forceinline__ void rows(int chunk, int slot) const {
-    const int k = chunk * kChunk + unit * kWide<T>;
+    const int64_t at = int64_t(chunk) * kLine;
+    const bool inside = chunk * kChunk < k;
     const unsigned stage = to + slot * C::kStageBytes + C::kColumns * kLine;
 #pragma unroll
-    for (int i = 0; i < ceil_div(C::kRows, kTogether); ++i) {
-      const int nth = row + i * kTogether, from = first_row + nth;
-      if (nth < C::kRows && from < p.n) copy(stage + i * kTogether * kLine, p.x, from * p.x_n + k, k < p.k);
+    for (int i = 0; i < kRowCopies; ++i) {
+      const bool there = inside && i * kTogether < rows_left;
+      if (C::kRows >= kTogether || row < C::kRows)
+        copy_async_or_clear(stage + i * kTogether * kLine, x + at + i * further_row, there);
     }
   }
 
   // Chunks that the ring has no room for yet, into the L2 cache.
-  __device__ __forceinline__ void request(int first, int chunks) const {
+  __device__ __forceinline__ void request(int first, int end) const {
+    const int unit = threadIdx.x % kUnits;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < chunks * C::kColumns; i += kThreads) {
-      const int from = number(i % C::kColumns);
-      if (from >= 0)
-        request_line(static_cast<const T*>(p.weight) + from * p.weight_n + (first + i / C::kColumns) * kChunk);
-    }
+    for (int chunk = first + unit; chunk < end; chunk += kUnits)
+#pragma unroll
+      for (int i = 0; i < kColumnCopies; ++i)
+        if (there(i)) request_line(weight + int64_t(chunk) * kLine - unit * 16 + column(i));
   }
 
  private:
-  __device__ __forceinline__ static void copy(unsigned to, const void* from, int64_t at, bool there) {
-    if (there) copy_async(to, static_cast<const T*>(from) + at);
-    else clear_shared(to);
+  __device__ __forceinline__ int64_t column(int i) const {
+    return i % kFirst * further_column + (i < kFirst ? 0 : second_half);
+  }
+
+  __device__ __forceinline__ bool there(int i) const {
+    return i % kFirst * kTogether + (i < kFirst ? 0 : second_columns) < columns_left;
   }
 };
 
@@ -206,7 +218,6 @@ struct Unit {
   Pack<T, kUnit> residual;
   int64_t slot, position;
 
-  // What the sums are not needed for comes while they are under way.
   __device__ __forceinline__ Unit(const Linear& p, int tile, int first_row, int unit, bool there) : tile(tile) {
     constexpr int kPaired = kHalf / kUnit, kAlone = C::kColumns / kUnit;
     nth = paired(p) ? unit / kPaired : unit / kAlone;
@@ -240,22 +251,27 @@ struct Unit {
     float squares[kMostParts];
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
-      if (part >= p.parts) break;
-      first[part] = load_of_cluster4(address_in_block(own, part));
-      if (paired(p)) second[part] = load_of_cluster4(address_in_block(own + kHalf * 4, part));
-      if (C::kNorm) squares[part] = load_of_cluster(address_in_block(own_square, part));
+      first[part] = load_of_cluster4(own, part, part < p.parts);
+      if (C::kNorm) squares[part] = load_of_cluster(own_square, part, part < p.parts);
+    }
+    if (paired(p)) {
+#pragma unroll
+      for (int part = 0; part < kMostParts; ++part)
+        second[part] = load_of_cluster4(own + kHalf * 4, part, part < p.parts);
     }
     float a[kUnit]{}, b[kUnit]{}, square = 0.0f;
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
-      if (part >= p.parts) break;
       a[0] += first[part].x, a[1] += first[part].y, a[2] += first[part].z, a[3] += first[part].w;
-      if (paired(p))
-        b[0] += second[part].x, b[1] += second[part].y, b[2] += second[part].z, b[3] += second[part].w;
       if (C::kNorm) square += squares[part];
     }
+    if (paired(p)) {
+#pragma unroll
+      for (int part = 0; part < kMostParts; ++part)
+        b[0] += second[part].x, b[1] += second[part].y, b[2] += second[part].z, b[3] += second[part].w;
+    }
     if constexpr (C::kNorm) {
-      const float rstd = 1.0f / sqrtf(square / p.k + p.eps);
+      const float rstd = rsqrtf(square * p.of_k + p.eps);
 #pragma unroll
       for (int e = 0; e < kUnit; ++e) a[e] *= rstd, b[e] *= rstd;
     }
@@ -322,8 +338,8 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   const int at_once = min(chunks, C::kStages);
   if (p.prefetch) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < at_once; ++chunk) copier.weight(first + chunk, chunk);
-    copier.request(first + at_once, chunks - at_once);
+    for (int chunk = 0; chunk < at_once; ++chunk) copier.columns(first + chunk, chunk);
+    copier.request(first + at_once, first + chunks);
   }
   Frequencies* frequencies = nullptr;
   if constexpr (C::kHeads) {
@@ -336,11 +352,18 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
 #pragma unroll 1
   for (int chunk = 0; chunk < C::kStages; ++chunk) {
     if (chunk < at_once) {
-      if (!p.prefetch) copier.weight(first + chunk, chunk);
+      if (!p.prefetch) copier.columns(first + chunk, chunk);
       copier.rows(first + chunk, chunk);
     }
     end_group();
   }
+
+  // The block's share of the tile, and what is added to it, while the copies are under way.
+  const int columns = C::kHeads || p.gated ? C::kColumns / 2 : C::kColumns;
+  const int units = min(p.n - first_row, C::kRows) * (columns / kUnit), share = ceil_div(units, p.parts);
+  const int end = min(units, (part + 1) * share);
+  int unit = part * share + threadIdx.x;
+  Unit<C> next(p, tile, first_row, unit, unit < end);
 
   Sums<C> sums(memory);
   int slot = 0;
@@ -351,18 +374,13 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
     __syncthreads();
     if (chunk) {
       const int further = chunk - 1 + C::kStages, free = slot ? slot - 1 : C::kStages - 1;  // where the one before was
-      if (further < chunks) copier.weight(first + further, free), copier.rows(first + further, free);
+      if (further < chunks) copier.columns(first + further, free), copier.rows(first + further, free);
       end_group();
     }
     if (sums.works()) sums.add(memory, slot);
     slot = slot + 1 == C::kStages ? 0 : slot + 1;
   }
 
-  const int columns = C::kHeads || p.gated ? C::kColumns / 2 : C::kColumns;
-  const int units = min(p.n - first_row, C::kRows) * (columns / kUnit), share = ceil_div(units, p.parts);
-  const int end = min(units, (part + 1) * share);
-  int unit = part * share + threadIdx.x;
-  Unit<C> next(p, tile, first_row, unit, unit < end);
   __syncthreads();
   if (sums.works()) sums.leave(reinterpret_cast<float*>(memory));
   arrive_in_cluster();
@@ -434,7 +452,7 @@ Linear linear(Address x, Address weight, Address norm_weight, Address out, doubl
   p.x = pointer<void>(x), p.weight = pointer<void>(weight), p.gain = pointer<void>(norm_weight);
   p.out = pointer<void>(out), p.x_n = x_n, p.weight_n = weight_n;
   p.n = n, p.k = k, p.columns = columns, p.chunks = ceil_div(k, kChunk);
-  p.prefetch = prefetch, p.eps = float(eps);
+  p.prefetch = prefetch, p.of_k = 1.0f / k, p.eps = float(eps);
   return p;
 }
 

@@ -34,6 +34,12 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
                : "memory");
 }
 
+// The same, or zeros, without a branch.
+__device__ __forceinline__ void copy_async_or_clear(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0) : "memory");
+}
+
 __device__ __forceinline__ void clear_shared(unsigned to) {
   asm volatile("st.shared.v4.u32 [%0], {0, 0, 0, 0};\n" ::"r"(to) : "memory");
 }
@@ -136,37 +142,33 @@ __device__ __forceinline__ void await_cluster() {
 #endif
 }
 
-// Where another block of the cluster has what this one has at an address; for load_of_cluster().
-__device__ __forceinline__ unsigned address_in_block(unsigned own, int rank) {
-#if __CUDA_ARCH__ >= 900
-  unsigned y;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(y) : "r"(own), "r"(rank));
-  return y;
-#else
-  return own;
-#endif
-}
+// What block `rank` of the cluster has where this one has `own`, without a branch; zeros if there is no such block.
 
+__device__ __forceinline__ float4 load_of_cluster4(unsigned own, int rank, bool there) {
+  float4 x{};
 #if __CUDA_ARCH__ >= 900
-#define MOR_OF_CLUSTER "ld.shared::cluster"
+  asm volatile("{.reg .pred p;\n.reg .u32 at;\nsetp.ne.b32 p, %6, 0;\n@p mapa.shared::cluster.u32 at, %4, %5;\n"
+               "@p ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}\n"
+               : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w) : "r"(own), "r"(rank), "r"(int(there)) : "memory");
 #else
-#define MOR_OF_CLUSTER "ld.shared"
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];}\n"
+               : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w) : "r"(own), "r"(int(there)) : "memory");
 #endif
-
-__device__ __forceinline__ float4 load_of_cluster4(unsigned from) {
-  float4 x;
-  asm volatile(MOR_OF_CLUSTER ".v4.f32 {%0, %1, %2, %3}, [%4];\n"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
   return x;
 }
 
-__device__ __forceinline__ float load_of_cluster(unsigned from) {
-  float x;
-  asm volatile(MOR_OF_CLUSTER ".f32 %0, [%1];\n" : "=f"(x) : "r"(from) : "memory");
+__device__ __forceinline__ float load_of_cluster(unsigned own, int rank, bool there) {
+  float x = 0.0f;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred p;\n.reg .u32 at;\nsetp.ne.b32 p, %3, 0;\n@p mapa.shared::cluster.u32 at, %1, %2;\n"
+               "@p ld.shared::cluster.f32 %0, [at];}\n"
+               : "+f"(x) : "r"(own), "r"(rank), "r"(int(there)) : "memory");
+#else
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.shared.f32 %0, [%1];}\n"
+               : "+f"(x) : "r"(own), "r"(int(there)) : "memory");
+#endif
   return x;
 }
-
-#undef MOR_OF_CLUSTER
 
 // What becomes of a line of the L2 cache: most rows that are scored stay until they are copied, and nothing else does.
 __device__ __forceinline__ unsigned long long to_stay() {

@@ -196,6 +196,7 @@ inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); r
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __int_as_float(int x) { return __uint_as_float(unsigned(x)); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }

@@ -27,6 +27,11 @@ inline void copy_async(unsigned to, const void* from) {
   emulator::fibers[emulator::current].open.push_back({to, from});
 }
 
+inline void copy_async_or_clear(unsigned to, const void* from, bool there) {
+  static const char zeros[16]{};
+  copy_async(to, there ? from : zeros);
+}
+
 inline void clear_shared(unsigned to) { std::memset(shared_at(to), 0, 16); }
 inline void load_shared(unsigned (&x)[4], unsigned from) { std::memcpy(x, shared_at(from), 16); }
 
@@ -145,22 +150,18 @@ inline void request_line(const void*) {}
 
 inline void arrive_in_cluster() {}
 inline void await_cluster() { emulator::arrive(emulator::of_cluster, emulator::threads * emulator::blocks); }
-inline unsigned address_in_block(unsigned own, int rank) {
-  if (rank >= emulator::blocks) emulator::fail("an address in a block that the cluster hasn't got");
-  return rank * emulator::kSharedBytes + own;
-}
 
 template <class T>
-T of_cluster(unsigned from) {
-  const unsigned address = from % emulator::kSharedBytes;
-  if (address % sizeof(T) || address + sizeof(T) > emulator::shared_bytes) emulator::fail("a bad address of a cluster");
-  T x;
-  std::memcpy(&x, emulator::memory[from / emulator::kSharedBytes] + address, sizeof(T));
+T of_cluster(unsigned own, int rank, bool there) {
+  if (there && rank >= emulator::blocks) emulator::fail("a block that the cluster hasn't got");
+  if (own % sizeof(T) || own + sizeof(T) > emulator::shared_bytes) emulator::fail("a bad address of a cluster");
+  T x{};
+  if (there) std::memcpy(&x, emulator::memory[rank] + own, sizeof(T));
   return x;
 }
 
-inline float4 load_of_cluster4(unsigned from) { return of_cluster<float4>(from); }
-inline float load_of_cluster(unsigned from) { return of_cluster<float>(from); }
+inline float4 load_of_cluster4(unsigned own, int rank, bool there) { return of_cluster<float4>(own, rank, there); }
+inline float load_of_cluster(unsigned own, int rank, bool there) { return of_cluster<float>(own, rank, there); }
 
 inline unsigned long long to_stay() { return 0; }
 inline unsigned long long to_leave() { return 0; }
