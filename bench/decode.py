@@ -54,10 +54,10 @@ from bench.harness import (
 )
 from bench.train import grouped, kernels_of
 from mor_kernels.decode import Completion, Engine, SamplingParams
-from mor_kernels.decode.sampler import uniform
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.config import LLAMA_SIZES, SIZES
 from mor_kernels.model.convert import separate
+from mor_kernels.ops.sample.eager import uniform
 
 RECURSIVE = {
     **{f"mor-{r}": {"num_recursions": r, "router": "expert_choice", "kv": "recursion_wise"} for r in (2, 3, 4)},

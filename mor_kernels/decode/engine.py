@@ -33,7 +33,7 @@ from .program import Lane, Program
 from .sampler import SamplingParams
 from .text import TextStream
 
-AHEAD = 2  # launches that may be under way while the host prepares the next one
+AHEAD = 3  # launches that may be under way when the host waits for the oldest
 
 
 class QueueFull(RuntimeError):
@@ -71,6 +71,7 @@ class _Request:
     params: SamplingParams
     seed: int
     prompt_length: int
+    end: int  # tokens at which it ends
     tokens: list[int]  # the prompt and what was generated
     stops: frozenset[int]  # tokens that end it
     text: TextStream | None
@@ -81,8 +82,6 @@ class _Request:
     launched: int = 0  # tokens whose computation in chunks was launched
     done: int = 0  # tokens whose keys and values are known to be complete
     in_flight: bool = False  # the newest token was handed to the ticks
-    fed: bool = False  # and no tick was launched since
-    shown: float = math.nan  # when the last token came out, in seconds
 
     @property
     def pending(self) -> int:
@@ -180,14 +179,17 @@ class Engine:
         self.running: list[_Request] = []  # oldest first
         self.free_slots = list(range(max_sequences))  # a heap: ticks are as large as the highest slot at work
         self._ended: list[int] = []  # slots that the device still holds pages for
+        self._fed: list[int] = []  # slots whose first token the next tick takes to the block
+        self._ticking: tuple[list[_Request], np.ndarray, int | None] | None = None  # see _lanes
         self._flights: deque[_Flight] = deque()  # oldest first
         # by slot: places known to be taken in each row of the block and, in the last column, of its own ends; the
         # recursion that its token takes next, -1 where none does; and how many places more each row may have got by now
         self._lengths = np.zeros((max_sequences, self.cache.rows_each + (self.cache.ends is not None)), np.int64)
         self._recursion = np.full(max_sequences, -1)
         self._ahead = np.zeros(max_sequences, np.int64)
+        self._shown = np.full(max_sequences, np.nan)  # by slot, when the last token came out, in seconds
         self._submitted = self._generated = self._preemptions = self._ticks = self._passes = 0
-        self._depths = [0] * self.config.num_recursions
+        self._depths = np.zeros(self.config.num_recursions + 1, np.int64)  # tokens by their depth
         self._intervals = np.zeros(_BINS, np.int64)  # between tokens of a request, a bin for each twentieth more
         self._events: list[Event] = []  # of the step that is under way
 
@@ -266,6 +268,8 @@ class Engine:
             params=params,
             seed=int(torch.randint(2**63 - 1, ())) if params.seed is None else params.seed,
             prompt_length=len(tokens),
+            # the newest token of all would have no position
+            end=min(len(tokens) + params.max_tokens, self.config.max_position_embeddings + 1),
             tokens=tokens,
             stops=frozenset(params.stop_token_ids) | ({self.eos_token_id} if eos else set()),
             text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop),
@@ -386,7 +390,7 @@ class Engine:
             "tokens": self._generated,
             "ticks": self._ticks,
             "occupancy": self._passes / max(self._ticks * self.max_sequences, 1),
-            "depth_histogram": list(self._depths),
+            "depth_histogram": self._depths[1:].tolist(),
             "preemptions": self._preemptions,
             "token_seconds": {name: 1e-6 * 1.05**bin if total else None for name, bin in upper.items()},
             "running": len(self.running),
@@ -458,6 +462,10 @@ class Engine:
     def _prefill(self) -> bool:
         """Launch the next tokens of the prompts, oldest first; a prompt that is complete joins the ticks."""
 
+        filling = [r for r in self.running if not r.in_flight]
+        if not filling:
+            return False
+
         def chosen():
             counts, budget = {}, self.prefill_chunk
             for r in self.running:
@@ -475,8 +483,8 @@ class Engine:
             while counts and not self._fits(more[:, None]):
                 self._preempt()
                 counts, more = chosen()
+        self._flush()
         if counts:
-            self._flush()
             runs = []
             for r, count in counts.items():
                 first, after = r.launched, r.launched + count
@@ -485,19 +493,18 @@ class Engine:
                 r.launched = after
             size = self._size(sum(counts.values()), self.prefill_chunk)
             depths = self.program.prefill(size, runs)
-            self._launched([depths], list(counts), np.array(list(counts.values())), tick=False)
-        ready = [r for r in self.running if not r.pending and not r.in_flight]
+            slots = np.array([r.slot for r in counts])
+            self._launched([depths], list(counts), slots, np.array(list(counts.values())), tick=False)
+        ready = [r for r in filling if not r.pending and r.slot >= 0]
         if ready:
-            self._flush()
-            self.program.begin([self._lane(r) for r in ready])
+            self.program.begin(
+                [Lane(r.slot, r.tokens[-1], len(r.tokens) - 1, r.end, r.seed, r.params, tuple(r.stops)) for r in ready]
+            )
+            self._fed += [r.slot for r in ready]
+            self._ticking = None
             for r in ready:
-                r.in_flight, r.fed = True, True
+                r.in_flight = True
         return bool(counts)
-
-    def _lane(self, r: _Request) -> Lane:
-        # the newest token of all would have no position
-        end = min(r.prompt_length + r.params.max_tokens, self.config.max_position_embeddings + 1)
-        return Lane(r.slot, r.tokens[-1], len(r.tokens) - 1, end, r.seed, r.params, tuple(r.stops))
 
     def _size(self, number: int, most: int) -> int:
         """What a launch for so many is rounded up to: a power of 2, one and a half of one, or the most there can be."""
@@ -506,45 +513,47 @@ class Engine:
         power = 1 << (number - 1).bit_length()
         return min(power * 3 // 4 if power >= 16 and number <= power * 3 // 4 else power, most)
 
+    def _lanes(self) -> tuple[list[_Request], np.ndarray, int | None]:
+        """Requests in flight, their slots, and the most log-probabilities that one of them wants."""
+        if self._ticking is None:
+            requests = [r for r in self.running if r.in_flight]
+            wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+            self._ticking = requests, np.array([r.slot for r in requests], np.int64), max(wanted, default=None)
+        return self._ticking
+
     def _tick(self) -> bool:
         """Launch a pass of the block for each token in flight, and the next token where it is the last pass."""
-        requests = [r for r in self.running if r.in_flight]
-        slots = np.array([r.slot for r in requests], np.int64)
-        more = np.zeros(self.max_sequences, np.int64)
-        more[slots] = 1
+        requests, slots, logprobs = self._lanes()
         if not requests:
             return False
+        more = np.zeros(self.max_sequences, np.int64)
+        more[slots] = 1
         if not self._fits((self._ahead + more)[:, None]):
             self._drain()
             while not self._fits(self._growth()):
                 self._preempt()
-            requests = [r for r in self.running if r.in_flight]
-            slots = np.array([r.slot for r in requests], np.int64)
+            requests, slots, logprobs = self._lanes()
             if not requests:
                 return False
         self._flush()
-        logprobs = max((r.params.logprobs for r in requests if r.params.logprobs is not None), default=None)
         found = self.program.tick(self._size(int(slots.max()) + 1, self.max_sequences), logprobs)
-        entering = np.array([r.slot for r in requests if r.fed], np.int64)
-        for r in requests:
-            r.fed = False
-        self._launched(found, requests, 1, tick=True, entering=entering)
+        entering, self._fed = np.array(self._fed, np.int64), []
+        self._launched(found, requests, slots, 1, tick=True, entering=entering)
         return True
 
     def _growth(self) -> np.ndarray:
         """By how much each row may grow in a tick, once nothing is under way."""
         growth = np.zeros_like(self._lengths)
-        for r in self.running:
-            if r.in_flight:
-                deeper, rows = self._recursion[r.slot] + 1, self.cache.rows_each
-                if 0 < deeper < rows:
-                    growth[r.slot, deeper] = 1
-                if r.fed or len(r.tokens) + 1 < self._lane(r).end:
-                    growth[r.slot, 0] = 1
-                    growth[r.slot, rows:] = 1
+        for r in self._lanes()[0]:
+            deeper, rows = self._recursion[r.slot] + 1, self.cache.rows_each
+            if 0 < deeper < rows:
+                growth[r.slot, deeper] = 1
+            if r.slot in self._fed or len(r.tokens) + 1 < r.end:
+                growth[r.slot, 0] = 1
+                growth[r.slot, rows:] = 1
         return growth
 
-    def _launched(self, found, requests, counts, **rest) -> None:
+    def _launched(self, found, requests, slots, counts, **rest) -> None:
         host, there = [], None
         if self.device.type == "cpu":
             host = [t.numpy() for t in found]
@@ -554,7 +563,6 @@ class Engine:
                 host.append(pinned.copy_(t, non_blocking=True).numpy())
             there = torch.cuda.Event()
             there.record()
-        slots = np.array([r.slot for r in requests], np.int64)
         self._ahead[slots] += counts
         self._flights.append(_Flight(host, there, requests, slots, counts, **rest))
 
@@ -591,47 +599,47 @@ class Engine:
         placed = live & (following >= 0) & (following < rows)
         self._lengths[slots[placed], following[placed]] += 1
         self._lengths[slots[entered], rows:] += 1
-        now = time.perf_counter()
-        for i in np.flatnonzero(came & live).tolist():
-            r, token = flight.requests[i], int(tokens[i])
-            self._record(r, [int(depths[i])])
-            self._emit(r, token, now, flight.host, int(slots[i]))
+        exits = np.flatnonzero(came & live)
+        self._depths += np.bincount(depths[exits], minlength=len(self._depths))
+        gaps = time.perf_counter() - self._shown[slots[exits]]
+        self._shown[slots[exits]] += gaps
+        self._shown[slots[exits[np.isnan(gaps)]]] = time.perf_counter()
+        bins = np.log(np.maximum(gaps[~np.isnan(gaps)] * 1e6, 1)) / math.log(1.05)
+        np.add.at(self._intervals, np.minimum(bins.astype(int), _BINS - 1), 1)
+        for i, token, depth in zip(exits.tolist(), tokens[exits].tolist(), depths[exits].tolist()):
+            r = flight.requests[i]
+            r.depths.append(depth)
+            r.done += 1
+            self._emit(r, token, depth, flight.host, int(slots[i]))
 
-    def _emit(self, r: _Request, token: int, now: float, host: list[np.ndarray], slot: int) -> None:
+    def _emit(self, r: _Request, token: int, depth: int, host: list[np.ndarray], slot: int) -> None:
         """Add a token that was sampled to its request, and end that if it is the last."""
-        if r.shown == r.shown:
-            bin = math.log(max(now - r.shown, 1e-6) * 1e6) / math.log(1.05)
-            self._intervals[min(int(bin), _BINS - 1)] += 1
-        r.shown = now
-        wanted, logprob, likeliest = r.params.logprobs, None, None
-        if wanted is not None:
+        logprob = likeliest = reason = None
+        text = ""
+        if token >= 0:
+            r.tokens.append(token)
+            self._generated += 1
+        if (wanted := r.params.logprobs) is not None:
             values, ids = host[1][slot], host[2][slot]
             logprob = float(values[0])
             likeliest = tuple(zip(ids[:wanted].tolist(), values[1 : 1 + wanted].tolist()))
-        text, reason = self._advance(r, token)
-        event = Event(r.id, token if token >= 0 else None, text, r.depths[-1], logprob, likeliest, reason)
+        if token < 0:
+            reason = "error"
+        elif token in r.stops:
+            reason = "stop"
+        else:
+            if r.text:
+                text = r.text.push(token)
+                reason = "stop" if r.text.stopped else None
+            if reason is None and len(r.tokens) >= r.end:
+                reason = "length"
+        if reason and r.text:
+            text += r.text.flush()
+        event = Event(r.id, token if token >= 0 else None, text, depth, logprob, likeliest, reason)
         r.events.append(event)
         self._events.append(event)
-        if reason is not None:
+        if reason:
             self._finish(r, reason)
-
-    def _advance(self, r: _Request, token: int) -> tuple[str, str | None]:
-        """Add a sampled token to a request: the text that becomes certain, and why the request ends, if it does."""
-        if token < 0:
-            return r.text.flush() if r.text else "", "error"
-        r.tokens.append(token)
-        self._generated += 1
-        text, reason = "", None
-        if token in r.stops:
-            reason = "stop"
-        elif r.text:
-            text = r.text.push(token)
-            reason = "stop" if r.text.stopped else None
-        if reason is None:
-            full = len(r.tokens) - r.prompt_length == r.params.max_tokens
-            # the newest token would have no position
-            reason = "length" if full or len(r.tokens) > self.config.max_position_embeddings else None
-        return text + r.text.flush() if reason and r.text else text, reason
 
     # Slots and pages
 
@@ -641,12 +649,14 @@ class Engine:
         youngest = self.running[-1]
         self._release(youngest)
         youngest.launched = youngest.done = 0
-        youngest.in_flight = youngest.fed = False
+        youngest.in_flight = False
         self.waiting.appendleft(youngest)
         self._preemptions += 1
 
     def _release(self, r: _Request) -> None:
-        self._lengths[r.slot], self._recursion[r.slot] = 0, -1
+        self._lengths[r.slot], self._recursion[r.slot], self._shown[r.slot] = 0, -1, np.nan
+        self._fed = [slot for slot in self._fed if slot != r.slot]
+        self._ticking = None
         self._ended.append(r.slot)
         heapq.heappush(self.free_slots, r.slot)
         self.running.remove(r)
@@ -665,4 +675,4 @@ class Engine:
         r.done += len(depths)
         r.depths += new
         for depth in new:
-            self._depths[depth - 1] += 1
+            self._depths[depth] += 1
