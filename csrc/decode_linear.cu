@@ -21,7 +21,7 @@ namespace {
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kChunk = 64;         // of K, that is copied and multiplied at once
 constexpr int kLine = 2 * kChunk;  // bytes of it, of a row
-constexpr int kRing = 96 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
+constexpr int kRing = 98 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
 constexpr int kMostParts = 8;      // blocks of a cluster, which every Hopper GPU can launch
 constexpr int kUnit = 4;           // columns that a thread writes at once
 
