@@ -21,7 +21,7 @@ namespace {
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kChunk = 64;         // of K, that is copied and multiplied at once
 constexpr int kLine = 2 * kChunk;  // bytes of it, of a row
-constexpr int kRing = 96 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
+constexpr int kRing = 98 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
 constexpr int kMostParts = 8;      // blocks of a cluster, which every Hopper GPU can launch
 constexpr int kUnit = 4;           // columns that a thread writes at once
 
@@ -62,6 +62,7 @@ struct Setting {
   static constexpr int kStages = std::min(kRing / kStageBytes, 8);
   static constexpr int kPitch = C + 4;  // of sums; behind a row's, its sum of squares
   static constexpr int kSumBytes = N * kPitch * 4;
+  static constexpr int kBehind = H ? sizeof(Frequencies) : 0;  // bytes behind the ring and the sums, which share theirs
   static_assert(kPairs <= kAlong && kSumBytes <= kRing);
 };
 
@@ -398,16 +399,15 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
 template <class C>
 void run(Linear p, Address stream) {
   p.frequencies_at = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
-  const int shared = p.frequencies_at + (C::kHeads ? sizeof(Frequencies) : 0);
   const auto set = [](cudaFuncAttribute attribute, int value) {
     check(cudaFuncSetAttribute(decode_linear_kernel<C>, attribute, value), "decode_linear");
   };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  set(cudaFuncAttributeMaxDynamicSharedMemorySize, std::max(C::kStages * C::kStageBytes, C::kSumBytes) + C::kBehind);
   // or blocks of the next kernel, for which it is divided otherwise, couldn't be where this one's still are
   set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   const int tiles = ceil_div(p.columns, p.gated ? C::kColumns / 2 : C::kColumns);
-  launch_clusters(decode_linear_kernel<C>, dim3(tiles * p.parts, ceil_div(p.n, C::kRows)), p.parts, kThreads, shared,
-                  true, stream, p);
+  launch_clusters(decode_linear_kernel<C>, dim3(tiles * p.parts, ceil_div(p.n, C::kRows)), p.parts, kThreads,
+                  p.frequencies_at + C::kBehind, true, stream, p);
 }
 
 // Parts of K, given how many there should be: none is empty, all but the last are of one length.

@@ -1,7 +1,7 @@
 """The CUDA kernels of ``csrc/`` on a CPU: ``MOR_EMULATE=1 pytest tests -k cpu-cuda`` runs every test of an operator
 on them, for which g++ and the headers of CUDA suffice. It shows wrong indices, races with a copy and missing barriers,
-and under ThreadSanitizer (``make races``) every race between the threads of a block; not what a GPU's memory does, and
-not what blocks that run at once do to each other.
+and under ThreadSanitizer (``make races``) every race between the threads of a block, or of a cluster; not what a GPU's
+memory does, and not what other blocks that run at once do to each other.
 """
 
 from __future__ import annotations
