@@ -99,17 +99,22 @@ class Forced(Engine):
     """Every token takes a depth that is drawn from ``mix``, the shares of depths 1, 2, ..., whatever the router says;
     a request's seed draws its depths."""
 
-    def __init__(self, model: MoR, mix: Sequence[float], **options):
-        self._bounds = bounds_of(mix, model.embed_tokens.weight.device)
+    def __init__(self, model: MoR, mix: Sequence[float], seeds: int, **options):
+        # drawn beforehand: in a tick this is one launch more than a model needs that routes by itself
+        device, positions = model.embed_tokens.weight.device, model.config.max_position_embeddings
+        grid = torch.meshgrid(torch.arange(seeds), torch.arange(positions), indexing="ij")
+        drawings = drawn(*(t.flatten() for t in reversed(grid)), bounds_of(mix, torch.device("cpu")))
+        self._drawn = drawings.view(seeds, positions).to(device)
         super().__init__(model, **options)
 
     def _recorded(self, positions: Tensor, seeds: Tensor) -> Tensor:
-        return drawn(positions, seeds, self._bounds)
+        return self._drawn[seeds, positions]
 
 
-def engine_of(model: MoR, mix: Sequence[float] | None, **options) -> Engine:
+def engine_of(model: MoR, mix: Sequence[float] | None, seeds: int, **options) -> Engine:
+    """For requests with seeds below ``seeds``."""
     options |= {"page_size": PAGE, "bos_token_id": BOS}
-    return Engine(model, **options) if mix is None else Forced(model, mix, **options)
+    return Engine(model, **options) if mix is None else Forced(model, mix, seeds, **options)
 
 
 def capacity_mix(config: MoRConfig) -> tuple[float, ...]:
@@ -197,7 +202,7 @@ def trained_subjects(folder: Path, vanilla: Path | None, device: str) -> list[Su
 
 def check(model: MoR, mix: Sequence[float] | None) -> None:
     """Requests decoded side by side against each decoded alone, in fp32; lengths and depths as asked for."""
-    engine = engine_of(copy.deepcopy(model).float(), mix, max_sequences=3)
+    engine = engine_of(copy.deepcopy(model).float(), mix, 5, max_sequences=3)
     drawing = {"temperature": 1.0, "top_k": 8}  # every other request
     params = [
         SamplingParams(max_tokens=CHECKED * (i + 1) // 5, ignore_eos=True, seed=i, **(drawing if i % 2 else {}))
@@ -420,7 +425,7 @@ def measure(subject: Subject, todo: list[Point], bandwidth: float, cache_bytes: 
             if point.slots is not None:  # enough for all
                 each = 1 if config.kv == "shared" else config.num_recursions
                 size = {"num_pages": slots * each * -(-max(lengths) // PAGE)}
-            engine = engine_of(model, subject.mix, max_sequences=slots, max_waiting=len(lengths), **size)
+            engine = engine_of(model, subject.mix, len(lengths), max_sequences=slots, max_waiting=len(lengths), **size)
             facts = serve(engine, lengths, options.mean, options.profile)
             if row["mix"] == "routed":
                 mix = facts["depth_histogram"]

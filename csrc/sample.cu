@@ -534,7 +534,8 @@ void sample(Address logits, Address temperature, Address top_k, Address top_p, A
     using T = decltype(t);
     const int64_t wanted = sizeof(T) == 4 ? int64_t(vocabulary) * 4 + 12
                                           : kItemBytes + (int64_t(vocabulary > 0xffff ? 4 : 2) << 16);
-    room = int(std::min<int64_t>({room - int(sizeof(Shared)), wanted, most})) / 16 * 16;
+    constexpr int kOwn = ceil_div(int(sizeof(Shared)), 128) * 128;  // launched_memory begins at a multiple of 128
+    room = int(std::min<int64_t>({room - kOwn, wanted, most})) / 16 * 16;
     if (sizeof(T) == 4 && room < int64_t(vocabulary) * 4) room = 0;
     Params p{pointer<void>(logits), pointer<double>(temperature), pointer<double>(top_p), pointer<double>(min_p),
              pointer<int64_t>(top_k), pointer<int64_t>(seed), pointer<int64_t>(position), pointer<int64_t>(tokens), row};

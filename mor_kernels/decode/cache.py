@@ -126,6 +126,7 @@ class Plan:
     page_table: Tensor
     taken: ops.Taken | None = None  # None where no run appends
     schedule: Tensor | None = None  # of the attention, the same in all layers
+    beside: torch.cuda.Stream | None = None  # where that is being made
     by_position: bool = False  # keys stand at their positions: a query sees those up to its own
     by_slot: bool = False  # see PagePool.attend
     each: bool = False  # rows and k_lens are the tokens', of which each is a lane of its own to the attention
@@ -134,7 +135,7 @@ class Plan:
     def only(self, lanes: Tensor) -> Plan:
         """The plan for some of the lanes (R,) bool, of one token each; the others are padding."""
         taken = self.taken._replace(slots=torch.where(lanes, self.taken.slots, -1))
-        return replace(self, rows=torch.where(lanes, self.rows, -1), taken=taken, schedule=None)
+        return replace(self, rows=torch.where(lanes, self.rows, -1), taken=taken, schedule=None, beside=None)
 
     def attend(self, slot: int, project, heads: int, positions: Tensor, theta: float) -> Tensor:
         """Attention at layer `slot` of the pool for n tokens' queries; see model.layers.Attend."""
@@ -162,13 +163,29 @@ class Plan:
 
         return self.attend(slot, project, heads, positions, theta)
 
+    def schedule_beside(self, stream: torch.cuda.Stream, heads: int, queries: int) -> None:
+        """Make the schedule on another stream, beside what comes before the first attention. The plan is to be kept
+        until everything else has been launched, or its memory would be taken meanwhile."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._make_schedule(heads, queries)
+        self.beside = stream
+
+    def _make_schedule(self, heads: int, queries: int) -> None:
+        k_cache = self.pool.k[0]
+        self.schedule = ops.attention_schedule(
+            self.k_lens, heads, k_cache.shape[2], queries, k_cache=k_cache, split=self.split, **self._runs()
+        )
+
+    def _runs(self) -> dict[str, Tensor | None]:
+        return {"rows": self.rows, "cu_seqlens_q": None if self.each else self.cu_seqlens}
+
     def _look(self, slot: int, q: Tensor) -> Tensor:
-        lanes = {"rows": self.rows, "cu_seqlens_q": None if self.each else self.cu_seqlens}
         if self.schedule is None:
-            heads, k_cache = q.shape[1], self.pool.k[0]
-            self.schedule = ops.attention_schedule(
-                self.k_lens, heads, k_cache.shape[2], len(q), k_cache=k_cache, split=self.split, **lanes
-            )
+            self._make_schedule(*q.shape[1::-1])
+        if self.beside:
+            torch.cuda.current_stream().wait_stream(self.beside)
+            self.beside = None
         return self.pool.attend(
             slot,
             q,
@@ -177,7 +194,7 @@ class Plan:
             self.by_slot,
             schedule=self.schedule,
             q_positions=self.positions if self.by_position else None,
-            **lanes,
+            **self._runs(),
         )
 
     def commit(self) -> None:

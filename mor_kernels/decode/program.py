@@ -73,6 +73,8 @@ class Program:
         """recorded(positions, seeds) -> depths, all (n,) int64, 0 for none: of tokens that come out of the sampler, for
         a benchmark that wants them other than the router does."""
         self.recorded = recorded
+        # whether tokens at different recursions share a call of the block
+        self.mixed = model.config.num_recursions == 1 or "cycle" in model.config.sharing
         self.model, self.cache, self.config = model, cache, model.config
         embedding = model.embed_tokens.weight
         self.device, dtype = embedding.device, embedding.dtype
@@ -103,6 +105,7 @@ class Program:
         self.chunks: dict[int, _Chunk] = {}  # by size
         self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] = {}
         self.pool = None
+        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # Requests come and go between two launches
 
@@ -207,30 +210,38 @@ class Program:
     def _tick(self, n: int, logprobs: int | None) -> None:
         recursion, _, row, slot, line, place, position, *_ = self.lanes.table[:, :n]
         tokens, (k_lens, end_k_lens) = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
-        goes_on = self._pass(tokens, recursion, self._block(tokens.x, position, recursion, line, row, slot, k_lens))
+        whole = self.cache.plan_pass(position, recursion, line, row, slot, k_lens)
         # of tokens that go on the keys are written as well, to a place that is theirs and counts later
-        plan = self.cache.plan_place(position, line, place, end_k_lens)
-        x = self.model.serve_last(tokens.x, position, plan)
-        logits = self.model.head(x)
+        leaving = self.cache.plan_place(position, line, place, end_k_lens)
+        self._schedule_beside(n, whole if self.mixed else None, leaving)
+        goes_on = self._pass(tokens, recursion, self._block(tokens.x, position, recursion, whole))
+        logits = self.model.head(self.model.serve_last(tokens.x, position, leaving))
         seed, top_k, *floats = self.settings[:, :n]
         temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
-        chosen = ops.sample(logits, temperature, top_k, top_p, min_p, seed, position + 1)
+        chosen = ops.sample(logits, temperature, top_k, top_p, min_p, seed, position)
         if logprobs is not None:
             values, ids = (t[:n] for t in self.logprobs[logprobs])
             own, top, top_ids = log_probabilities(logits, chosen.clamp(min=0), logprobs)
             values.copy_(torch.cat((own[:, None], top), 1))
             ids.copy_(top_ids)
         block, ends = self.cache.block, self.cache.ends
-        entering = ops.advance_(
+        ids, enters, rows, slots = ops.advance_(
             chosen, goes_on, self.lanes, self.record[:n], block.pages, ends and ends.pages, self.config.num_recursions,
             block.page_size, shared=self.config.kv == "shared",
         )  # fmt: skip
-        plan = self.cache.plan_place(position, entering.rows, entering.slots, end_k_lens)
+        entering = self.cache.plan_place(position, rows, slots, end_k_lens)
+        self._schedule_beside(n, entering)
         recorded = self.recorded(position, seed) if self.recorded else None
-        new = self._enter(entering.ids, position, recorded, plan)
-        tokens.enter(entering.enters, new)
+        new = self._enter(ids, position, recorded, entering)
+        tokens.enter(enters, new)
         first = None if self.routers is None else self.routers[0]
-        ops.enter_(tokens.x, new.x, entering.enters, tokens.logits, first, self.config.temperature)
+        ops.enter_(tokens.x, new.x, enters, tokens.logits, first, self.config.temperature)
+
+    def _schedule_beside(self, n: int, *plans: Plan | None) -> None:
+        # elsewhere the memory would have to be kept longer
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            for plan in filter(None, plans):
+                plan.schedule_beside(self.side, self.config.num_attention_heads, n)
 
     def _prefill(self, chunk: _Chunk) -> None:
         """Recursion by recursion; those that go on move to the front, in order."""
@@ -314,12 +325,11 @@ class Program:
             tokens.x.copy_(update)
         return goes_on
 
-    def _block(self, x: Tensor, positions: Tensor, recursion: Tensor, line, row, slot, k_lens) -> Tensor:
+    def _block(self, x: Tensor, positions: Tensor, recursion: Tensor, plan: Plan) -> Tensor:
         """f of tokens (n, D), each at its own recursion (n,): one call where the recursions share all layers, otherwise
         one each."""
-        plan = self.cache.plan_pass(positions, recursion, line, row, slot, k_lens)
         count = self.config.num_recursions
-        if count == 1 or "cycle" in self.config.sharing:
+        if self.mixed:
             return self.model.serve(x, 0 if count == 1 else recursion, positions, plan)
         out = torch.zeros_like(x)
         for r in range(count):

@@ -168,7 +168,7 @@ def test_wrong_tokens_and_depths_are_caught(monkeypatch):
 def test_a_steady_window_is_measured(fields, monkeypatch):
     monkeypatch.setattr(decode, "PROFILED", 2)
     mix = (0.25, 0.25, 0.5) if fields else None
-    engine = decode.engine_of(tiny(**fields), mix, max_sequences=4)
+    engine = decode.engine_of(tiny(**fields), mix, 100, max_sequences=4)
     lengths = decode.lengths_of(4, 16, 6, 2, 64)
     found = decode.serve(engine, lengths, 6, profile=not fields)
     assert found["sequences"] == 4 and found["requests"] == 20 and found["preemptions"] == 0
@@ -187,11 +187,11 @@ def test_a_steady_window_is_measured(fields, monkeypatch):
         assert taken == pytest.approx(found["passes"] * found["ticks"], abs=3 * (4 + found["requests"]))
     for lengths in ([3] * 4, [6] * 6):
         with pytest.raises(Mismatch, match=f"{len(lengths)} requests are too few"):
-            decode.serve(decode.engine_of(tiny(), None, max_sequences=4), lengths, 6)
+            decode.serve(decode.engine_of(tiny(), None, 100, max_sequences=4), lengths, 6)
 
 
 def test_an_engine_that_stands_still_is_told(monkeypatch):
-    engine = decode.engine_of(tiny(), None, max_sequences=2)
+    engine = decode.engine_of(tiny(), None, 100, max_sequences=2)
     monkeypatch.setattr(engine, "step", lambda: [])
     with pytest.raises(Mismatch, match="no token came in 1000 steps, and 3 requests are left"):
         decode.serve(engine, [3] * 3, 6)

@@ -8,20 +8,18 @@ import triton.language as tl
 
 from ._fields import FIELDS, NOTHING
 
-LANES = 512  # looked at together
+LANES = 512  # looked at together, at the most
 NONE = tl.constexpr(NOTHING)
 ROWS = tl.constexpr(len(FIELDS))
 
 
 @triton.jit
-def _take(lengths, owned, page_table, free_pages, free, max_pages, page_size, row, mask):
-    """Flat slots of one token more in each row, -1 where there is no place, the tokens there, and the pages left."""
-    length = tl.load(lengths + row, mask=mask, other=0)
-    held = tl.load(owned + row, mask=mask, other=0)
+def _take(owned, page_table, free_pages, free, max_pages, page_size, row, mask, length, held):
+    """Flat slots of one token more in each row of so many, -1 where there is no place, and the pages left."""
     nth_page = length // page_size
     inside = mask & (nth_page < max_pages)
     needs = inside & (nth_page >= held)
-    before = tl.cumsum(needs.to(tl.int64), 0) - needs.to(tl.int64)
+    before = tl.cumsum(needs.to(tl.int32), 0) - needs.to(tl.int32)
     granted = needs & (before < free)
     entry = page_table + row * max_pages + nth_page
     number = tl.load(free_pages + free - 1 - before, mask=granted, other=0)
@@ -30,87 +28,91 @@ def _take(lengths, owned, page_table, free_pages, free, max_pages, page_size, ro
     tl.store(entry, number, mask=granted)
     tl.store(owned + row, held + 1, mask=granted)
     slot = tl.where(granted | there, page * page_size + length % page_size, -1)
-    return slot, length, free - tl.sum(granted.to(tl.int64))
+    return slot, free - tl.sum(granted.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["n", "slots", "stops", "recursions", "max_pages", "ends_max_pages", "page_size"])
+@triton.jit(do_not_specialize=["n", "slots", "recursions", "max_pages", "ends_max_pages", "page_size"])
 def _advance(
     chosen, goes_on, table, k_lens, record, ids, enters_out, rows_out, slots_out,
     lengths, owned, page_table, free_pages, free_count,
     ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free_count,
-    n, slots, stops, recursions, max_pages, ends_max_pages, page_size, SHARED: tl.constexpr, LANES: tl.constexpr,
+    n, slots, recursions, max_pages, ends_max_pages, page_size,
+    SHARED: tl.constexpr, STOPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """No load waits for a store: what a lane has just counted is added to what is loaded."""
     free = tl.load(free_count)
     ends_free = tl.zeros((), tl.int64)
     if ends_lengths is not None:
         ends_free = tl.load(ends_free_count)
     for first in range(0, n, LANES):
-        lane = first + tl.arange(0, LANES)
+        lane = (first + tl.arange(0, LANES)).to(tl.int64)
         mask = lane < n
         column = table + lane
         recursion = tl.load(column, mask=mask, other=-1)
         feed = tl.load(column + slots, mask=mask, other=-1)
         row = tl.load(column + 2 * slots, mask=mask, other=-1)
+        had_slot = tl.load(column + 3 * slots, mask=mask, other=-1) >= 0
+        place = tl.load(column + 5 * slots, mask=mask, other=-1)
         position = tl.load(column + 6 * slots, mask=mask, other=0)
         end = tl.load(column + 7 * slots, mask=mask, other=0)
         token = tl.load(chosen + lane, mask=mask, other=0)
         on = tl.load(goes_on + lane, mask=mask, other=0) != 0
+        stop = (token < 0) | (position + 2 >= end)
+        for i in tl.static_range(STOPS):
+            stop = stop | (token == tl.load(column + (ROWS + i) * slots, mask=mask, other=-1))
         passed = recursion >= 0
         leaves = passed & (on == 0)
-        stop = (token < 0) | (position + 2 >= end)
-        for i in range(0, stops):
-            stop = stop | (token == tl.load(column + (ROWS + i) * slots, mask=mask, other=-1))
-        ended = leaves & stop
         fed = feed >= 0
         going = leaves & (stop == 0)
         enters = going | fed
         active = enters | (passed & on)
+        counted = passed & had_slot
+        counted_end = leaves & (place >= 0)
+        following = tl.where(enters, 0, tl.where(active, recursion + 1, -1))
+        if SHARED:
+            read = lane
+            appends = following == 0
+        else:
+            read = lane * recursions + following
+            appends = active
+        held = tl.load(owned + read, mask=appends, other=0)
+        length = tl.load(lengths + read, mask=active, other=0)
+        counts = tl.load(lengths + row, mask=counted, other=0)
+        if ends_lengths is not None:
+            end_held = tl.load(ends_owned + lane, mask=enters, other=0)
+            end_length = tl.load(ends_lengths + lane, mask=mask, other=0) + counted_end.to(tl.int64)
+
         tl.store(record + 3 * lane, tl.where(leaves, token, NONE), mask=mask)
         tl.store(record + 3 * lane + 1, tl.where(passed, recursion + 1, 0), mask=mask)
-        tl.store(record + 3 * lane + 2, ended.to(tl.int64), mask=mask)
+        tl.store(record + 3 * lane + 2, (leaves & stop).to(tl.int64), mask=mask)
         tl.store(ids + lane, tl.where(fed, feed, tl.maximum(token, 0)), mask=mask)
         tl.store(enters_out + lane, enters, mask=mask)
-
-        counted = passed & (tl.load(column + 3 * slots, mask=mask, other=-1) >= 0)
-        length = tl.load(lengths + row, mask=counted, other=0)
-        tl.store(lengths + row, length + 1, mask=counted)
         position += going.to(tl.int64)
-        recursion = tl.where(enters, 0, tl.where(active, recursion + 1, -1))
-        line = tl.where(active, lane.to(tl.int64), -1)
-        tl.store(column, recursion, mask=mask)
+        line = tl.where(active, lane, -1)
+        tl.store(column, following, mask=mask)
         tl.store(column + slots, tl.full((LANES,), -1, tl.int64), mask=mask)
         tl.store(column + 4 * slots, line, mask=mask)
         tl.store(column + 6 * slots, position, mask=mask)
         tl.store(rows_out + lane, tl.where(enters, line, -1), mask=mask)
+        tl.store(lengths + row, counts + 1, mask=counted)
         entering_slot = tl.full((LANES,), -1, tl.int64)
         if ends_lengths is not None:
-            place = tl.load(column + 5 * slots, mask=mask, other=-1)
-            length = tl.load(ends_lengths + lane, mask=leaves & (place >= 0), other=0)
-            tl.store(ends_lengths + lane, length + 1, mask=leaves & (place >= 0))
-            tl.debug_barrier()  # what was counted is there, whichever threads hold it
-            entering_slot, length, ends_free = _take(
-                ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, page_size,
-                lane.to(tl.int64), enters,
+            tl.store(ends_lengths + lane, end_length, mask=counted_end)
+            entering_slot, ends_free = _take(
+                ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, page_size, lane, enters,
+                end_length, end_held,
             )  # fmt: skip
             place = tl.where(enters, entering_slot, tl.where(active, place, -1))
             tl.store(column + 5 * slots, place, mask=mask)
             tl.store(k_lens + slots + lane, tl.where(active, position + 1, 0).to(tl.int32), mask=mask)
-        else:
-            tl.debug_barrier()
         tl.store(slots_out + lane, entering_slot, mask=mask)
-        if SHARED:
-            read = lane.to(tl.int64)
-            appends = recursion == 0
-        else:
-            read = lane.to(tl.int64) * recursions + recursion
-            appends = active
-        slot, length, free = _take(lengths, owned, page_table, free_pages, free, max_pages, page_size, read, appends)
-        if SHARED:
-            length = tl.load(lengths + read, mask=active, other=0)
+        length += (counted & (row == read)).to(tl.int64)
+        slot, free = _take(
+            owned, page_table, free_pages, free, max_pages, page_size, read, appends, length, held
+        )
         tl.store(column + 2 * slots, tl.where(appends, read, -1), mask=mask)
         tl.store(column + 3 * slots, slot, mask=mask)
-        seen = length + (slot >= 0).to(tl.int64)
-        tl.store(k_lens + lane, tl.where(active, seen, 0).to(tl.int32), mask=mask)
+        tl.store(k_lens + lane, tl.where(active, length + (slot >= 0), 0).to(tl.int32), mask=mask)
     tl.store(free_count, free)
     if ends_lengths is not None:
         tl.store(ends_free_count, ends_free)
@@ -122,10 +124,11 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
     ids, rows, places = (torch.empty_like(chosen) for _ in range(3))
     enters = torch.empty_like(goes_on)
     if n:
+        lanes = min(max(triton.next_power_of_2(n), 64), LANES)
         _advance[(1,)](
             chosen.contiguous(), goes_on.contiguous(), table, k_lens, record, ids, enters, rows, places, *block, *ends,
-            n, slots, table.shape[0] - len(FIELDS), recursions, block[2].shape[1],
-            0 if ends[0] is None else ends[2].shape[1], page_size, SHARED=shared, LANES=LANES, num_warps=8,
+            n, slots, recursions, block[2].shape[1], 0 if ends[0] is None else ends[2].shape[1], page_size,
+            SHARED=shared, STOPS=table.shape[0] - len(FIELDS), LANES=lanes, num_warps=max(lanes // 64, 1),
         )  # fmt: skip
     return ids, enters, rows, places
 
