@@ -150,6 +150,7 @@ inline void request_line(const void*) {}
 
 inline void arrive_in_cluster() {}
 inline void await_cluster() { emulator::arrive(emulator::of_cluster, emulator::threads * emulator::blocks); }
+inline void end_together() { await_cluster(); }
 
 template <class T>
 T of_cluster(unsigned own, int rank, bool there) {
