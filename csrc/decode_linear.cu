@@ -210,98 +210,103 @@ struct Sums {
   }
 };
 
-// Four columns of a row of y, or four and those that belong to them: values to gates, or the second half of a head.
+// Four columns of a row of the tile. Where two belong together, gates and values or the halves of a head, the next lane
+// has the other's.
 template <class C>
 struct Unit {
   using T = typename C::Number;
-  static constexpr int kHalf = C::kColumns / 2;
-  int tile, row, nth, column;  // the row's number in the tile, too; the column's in the tile
+  static constexpr int kHalf = C::kColumns / 2, kOfRow = C::kColumns / kUnit;
+  int nth, row, column, of_y;  // the row's number in the tile and of all; the column in a half, and of y
+  bool there, second;          // of two
   Pack<T, kUnit> residual;
   int64_t slot, position;
 
-  __device__ __forceinline__ Unit(const Linear& p, int tile, int first_row, int unit, bool there) : tile(tile) {
-    constexpr int kPaired = kHalf / kUnit, kAlone = C::kColumns / kUnit;
-    nth = paired(p) ? unit / kPaired : unit / kAlone;
-    column = (paired(p) ? unit % kPaired : unit % kAlone) * kUnit;
-    row = first_row + nth;
+  __device__ __forceinline__ Unit(const Linear& p, int tile, int first_row, int unit, int end) : there(unit < end) {
+    const int rest = unit % kOfRow;
+    nth = unit / kOfRow, row = first_row + nth;
+    second = paired(p) && rest % 2;
+    column = (paired(p) ? rest / 2 : rest) * kUnit;
+    of_y = tile * (p.gated ? kHalf : C::kColumns) + column;
     if (!there) return;
     if constexpr (C::kHeads) {
       if (tile < p.q_heads + p.heads) position = load_position(p.positions, p.positions_dtype, row);
       if (tile >= p.q_heads) slot = p.slots[row];
     } else if (p.residual) {
-      const T* from = static_cast<const T*>(p.residual) + row * p.residual_n + of_y(p);
+      const T* from = static_cast<const T*>(p.residual) + row * p.residual_n + of_y;
       if (p.wide) {
-        if (of_y(p) < p.columns) residual = *reinterpret_cast<const Pack<T, kUnit>*>(from);
+        if (of_y < p.columns) residual = *reinterpret_cast<const Pack<T, kUnit>*>(from);
       } else {
 #pragma unroll
         for (int e = 0; e < kUnit; ++e)
-          if (of_y(p) + e < p.columns) residual.at[e] = from[e];
+          if (of_y + e < p.columns) residual.at[e] = from[e];
       }
     }
   }
 
   __device__ __forceinline__ static bool paired(const Linear& p) { return C::kHeads || p.gated; }
 
-  __device__ __forceinline__ int of_y(const Linear& p) const {
-    return tile * (p.gated ? kHalf : C::kColumns) + column;
-  }
-
-  __device__ __forceinline__ void finish(const Linear& p, unsigned sums, const Frequencies* frequencies) {
-    const unsigned own = sums + (nth * C::kPitch + column) * 4, own_square = sums + (nth * C::kPitch + C::kColumns) * 4;
-    float4 first[kMostParts], second[kMostParts];
-    float squares[kMostParts];
+  // From all parts, in their order.
+  __device__ __forceinline__ void add_up(const Linear& p, unsigned sums, float (&y)[kUnit]) const {
+    const unsigned of_row = sums + nth * C::kPitch * 4, own = of_row + (column + (second ? kHalf : 0)) * 4;
+    float4 x[kMostParts];
+    float of_part[kMostParts], squares = 0.0f;
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
-      first[part] = load_of_cluster4(own, part, part < p.parts);
-      if (C::kNorm) squares[part] = load_of_cluster(own_square, part, part < p.parts);
+      const bool read = there && part < p.parts;
+      x[part] = load_of_cluster4(own, part, read);
+      if (C::kNorm) of_part[part] = load_of_cluster(of_row + C::kColumns * 4, part, read);
     }
-    if (paired(p)) {
-#pragma unroll
-      for (int part = 0; part < kMostParts; ++part)
-        second[part] = load_of_cluster4(own + kHalf * 4, part, part < p.parts);
-    }
-    float a[kUnit]{}, b[kUnit]{}, square = 0.0f;
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
-      a[0] += first[part].x, a[1] += first[part].y, a[2] += first[part].z, a[3] += first[part].w;
-      if (C::kNorm) square += squares[part];
-    }
-    if (paired(p)) {
-#pragma unroll
-      for (int part = 0; part < kMostParts; ++part)
-        b[0] += second[part].x, b[1] += second[part].y, b[2] += second[part].z, b[3] += second[part].w;
+      y[0] += x[part].x, y[1] += x[part].y, y[2] += x[part].z, y[3] += x[part].w;
+      if (C::kNorm) squares += of_part[part];
     }
     if constexpr (C::kNorm) {
-      const float rstd = rsqrtf(square * p.of_k + p.eps);
+      const float rstd = rsqrtf(squares * p.of_k + p.eps);
 #pragma unroll
-      for (int e = 0; e < kUnit; ++e) a[e] *= rstd, b[e] *= rstd;
+      for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
     }
-    if constexpr (C::kHeads) {
-      write_head(p, a, b, *frequencies);
-    } else {
+  }
+
+  // By all lanes of a warp.
+  __device__ __forceinline__ void finish(const Linear& p, int tile, float (&y)[kUnit], const Frequencies* frequencies) {
+    float a[kUnit], b[kUnit];
+    if (paired(p)) {
 #pragma unroll
       for (int e = 0; e < kUnit; ++e) {
-        if (p.gated) a[e] *= activate(a[e], kSigmoid) * b[e];
-        if (p.residual) a[e] += to_float(residual.at[e]);
+        const float other = __shfl_xor_sync(kAll, y[e], 1);
+        a[e] = second ? other : y[e], b[e] = second ? y[e] : other;
       }
-      write(p, a);
+    }
+    if constexpr (C::kHeads) {
+      if (there) write_head(p, tile, a, b, *frequencies);
+    } else {
+      if (p.gated) {
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e) y[e] = a[e] * activate(a[e], kSigmoid) * b[e];
+      }
+      if (there && !second) write(p, y);
     }
   }
 
  private:
-  __device__ __forceinline__ void write(const Linear& p, const float (&y)[kUnit]) const {
-    T* to = static_cast<T*>(p.out) + int64_t(row) * p.columns + of_y(p);
+  __device__ __forceinline__ void write(const Linear& p, float (&y)[kUnit]) const {
+    if (p.residual) {
+#pragma unroll
+      for (int e = 0; e < kUnit; ++e) y[e] += to_float(residual.at[e]);
+    }
+    T* to = static_cast<T*>(p.out) + int64_t(row) * p.columns + of_y;
     if (p.wide) {
-      if (of_y(p) < p.columns) store(to, y);
+      if (of_y < p.columns) store(to, y);
     } else {
 #pragma unroll
       for (int e = 0; e < kUnit; ++e)
-        if (of_y(p) + e < p.columns) to[e] = from_float<T>(y[e]);
+        if (of_y + e < p.columns) to[e] = from_float<T>(y[e]);
     }
   }
 
   // Tile h is head h of the queries, then the keys, then the values.
-  __device__ __forceinline__ void write_head(const Linear& p, float (&a)[kUnit], float (&b)[kUnit],
+  __device__ __forceinline__ void write_head(const Linear& p, int tile, float (&a)[kUnit], float (&b)[kUnit],
                                              const Frequencies& frequencies) const {
     int head = tile;
     if (head < p.q_heads + p.heads) {
@@ -321,7 +326,7 @@ struct Unit {
       to = static_cast<T*>(cache.x) + page * cache.page + (slot - page * p.page_size.divisor) * cache.slot +
            head * cache.head;
     }
-    store(to + column, a), store(to + column + kHalf, b);
+    if (second) store(to + column + kHalf, b); else store(to + column, a);
   }
 
   __device__ __forceinline__ static void store(T* to, const float (&y)[kUnit]) {
@@ -359,12 +364,11 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
     end_group();
   }
 
-  // The block's share of the tile, and what is added to it, while the copies are under way.
-  const int columns = C::kHeads || p.gated ? C::kColumns / 2 : C::kColumns;
-  const int units = min(p.n - first_row, C::kRows) * (columns / kUnit), share = ceil_div(units, p.parts);
-  const int end = min(units, (part + 1) * share);
+  // The block's share of the tile, of whole warps, and what is added to it, while the copies are under way.
+  const int units = min(p.n - first_row, C::kRows) * Unit<C>::kOfRow;
+  const int share = ceil_div(units, p.parts * kWarp) * kWarp, end = min(units, (part + 1) * share);
   int unit = part * share + threadIdx.x;
-  Unit<C> next(p, tile, first_row, unit, unit < end);
+  Unit<C> next(p, tile, first_row, unit, end);
 
   Sums<C> sums(memory);
   int slot = 0;
@@ -387,13 +391,14 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   arrive_in_cluster();
   await_cluster();
 #pragma unroll 1
-  for (; unit < end; unit += kThreads) {
+  for (; unit / kWarp * kWarp < end; unit += kThreads) {
     Unit<C> own = next;
-    next = Unit<C>(p, tile, first_row, unit + kThreads, unit + kThreads < end);
-    own.finish(p, shared_address(memory), frequencies);
+    float y[kUnit]{};
+    own.add_up(p, shared_address(memory), y);
+    next = Unit<C>(p, tile, first_row, unit + kThreads, end);
+    own.finish(p, tile, y, frequencies);
   }
-  arrive_in_cluster();  // what others read stays until they have
-  await_cluster();
+  end_together();  // what others read stays until they have
 }
 
 template <class C>

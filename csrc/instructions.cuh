@@ -142,6 +142,14 @@ __device__ __forceinline__ void await_cluster() {
 #endif
 }
 
+// The last thing that a kernel does whose blocks have read one another's shared memory. Nothing is handed over, and so
+// nothing that was written has to arrive first.
+__device__ __forceinline__ void end_together() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;\n" ::: "memory");
+#endif
+}
+
 // What block `rank` of the cluster has where this one has `own`, without a branch; zeros if there is no such block.
 
 __device__ __forceinline__ float4 load_of_cluster4(unsigned own, int rank, bool there) {

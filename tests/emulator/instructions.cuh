@@ -150,13 +150,15 @@ inline void request_line(const void*) {}
 
 inline void arrive_in_cluster() {}
 inline void await_cluster() { emulator::arrive(emulator::of_cluster, emulator::threads * emulator::blocks); }
+inline void end_together() { await_cluster(); }
 
 template <class T>
 T of_cluster(unsigned own, int rank, bool there) {
-  if (there && rank >= emulator::blocks) emulator::fail("a block that the cluster hasn't got");
-  if (own % sizeof(T) || own + sizeof(T) > emulator::shared_bytes) emulator::fail("a bad address of a cluster");
   T x{};
-  if (there) std::memcpy(&x, emulator::memory[rank] + own, sizeof(T));
+  if (!there) return x;
+  if (rank >= emulator::blocks) emulator::fail("a block that the cluster hasn't got");
+  if (own % sizeof(T) || own + sizeof(T) > emulator::shared_bytes) emulator::fail("a bad address of a cluster");
+  std::memcpy(&x, emulator::memory[rank] + own, sizeof(T));
   return x;
 }
 
