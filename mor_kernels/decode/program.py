@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +46,8 @@ class _Tokens:
                 value[index] = getattr(tokens, f.name)
 
     def enter(self, mask: Tensor, tokens: _Tokens) -> None:
-        """Those of the mask are replaced, but for x and logits."""
-        for name in ("last", "replayed", "entry", "gates"):
+        """Those of the mask are replaced, but for x, logits and replayed."""
+        for name in ("last", "entry", "gates"):
             if (value := getattr(self, name)) is not None:
                 new = getattr(tokens, name)
                 value.copy_(torch.where(mask if value.dim() == 1 else mask[:, None], new, value))
@@ -70,8 +70,8 @@ class Program:
     """State of `max_sequences` slots, and the functions that advance it."""
 
     def __init__(self, model: MoR, cache: KVCache, max_sequences: int, recorded: Callable | None = None):
-        """recorded(positions, seeds) -> depths, all (n,) int64, 0 for none: of tokens that come out of the sampler, for
-        a benchmark that wants them other than the router does."""
+        """recorded(positions, seeds) -> depths, all (n,) int64 from 1: of tokens that ticks compute, for a benchmark
+        that wants them other than the router does."""
         self.recorded = recorded
         # whether tokens at different recursions share a call of the block
         self.mixed = model.config.num_recursions == 1 or "cycle" in model.config.sharing
@@ -86,9 +86,8 @@ class Program:
             positions=self.lanes.row("position"),
             x=new(max_sequences, width, dtype=dtype),
         )
-        if recorded or self.config.router == "token_choice":
+        if self.config.router == "token_choice":
             self.tokens.last = new(max_sequences, dtype=torch.int64)
-            self.tokens.replayed = new(max_sequences, dtype=torch.bool)
         score = torch.promote_types(dtype, torch.float32)
         if self.config.router == "token_choice":
             self.tokens.entry = new(max_sequences, width, dtype=dtype)
@@ -214,7 +213,12 @@ class Program:
         # of tokens that go on the keys are written as well, to a place that is theirs and counts later
         leaving = self.cache.plan_place(position, line, place, end_k_lens)
         self._schedule_beside(n, whole if self.mixed else None, leaving)
-        goes_on = self._pass(tokens, recursion, self._block(tokens.x, position, recursion, whole))
+        update = self._block(tokens.x, position, recursion, whole)
+        if self.recorded:
+            depths = self.recorded(position, self.settings[0, :n])
+            goes_on = self._pass(replace(tokens, last=depths, replayed=depths > 0), recursion, update)
+        else:
+            goes_on = self._pass(tokens, recursion, update)
         logits = self.model.head(self.model.serve_last(tokens.x, position, leaving))
         seed, top_k, *floats = self.settings[:, :n]
         temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
@@ -231,8 +235,7 @@ class Program:
         )  # fmt: skip
         entering = self.cache.plan_place(position, rows, slots, end_k_lens)
         self._schedule_beside(n, entering)
-        recorded = self.recorded(position, seed) if self.recorded else None
-        new = self._enter(ids, position, recorded, entering)
+        new = self._enter(ids, position, None, entering)
         tokens.enter(enters, new)
         first = None if self.routers is None else self.routers[0]
         ops.enter_(tokens.x, new.x, enters, tokens.logits, first, self.config.temperature)
@@ -283,14 +286,12 @@ class Program:
     def _enter(self, ids: Tensor, positions: Tensor, recorded: Tensor | None, plan: Plan | None) -> _Tokens:
         """Embedding and first layer; recorded (n,) depths, 0 for none. The linear router is left to `ops.enter_`."""
         tokens = _Tokens(positions, self.model.serve_first(self.model.embed_tokens(ids), positions, plan))
-        chosen = torch.full_like(ids, self.config.num_recursions) if recorded is not None else None
         if self.config.router == "token_choice":
             _, depths, probs = self.model.choose_depths(tokens.x[None])
-            chosen, tokens.entry, tokens.gates = depths[0], tokens.x.clone(), self.config.alpha * probs[0]
-        tokens.last = chosen
-        if chosen is not None:
-            tokens.replayed = torch.zeros_like(chosen, dtype=torch.bool) if recorded is None else recorded > 0
+            tokens.last, tokens.entry, tokens.gates = depths[0], tokens.x.clone(), self.config.alpha * probs[0]
         if recorded is not None:
+            chosen = self.config.num_recursions if tokens.last is None else tokens.last
+            tokens.replayed = recorded > 0
             tokens.last = torch.where(tokens.replayed, recorded, chosen)
         return tokens
 

@@ -14,9 +14,9 @@ ROWS = tl.constexpr(len(FIELDS))
 
 
 @triton.jit
-def _take(owned, page_table, free_pages, free, max_pages, page_size, row, mask, length, held):
+def _take(owned, page_table, free_pages, free, max_pages, row, mask, length, held, PAGE_SIZE: tl.constexpr):
     """Flat slots of one token more in each row of so many, -1 where there is no place, and the pages left."""
-    nth_page = length // page_size
+    nth_page = length // PAGE_SIZE
     inside = mask & (nth_page < max_pages)
     needs = inside & (nth_page >= held)
     before = tl.cumsum(needs.to(tl.int32), 0) - needs.to(tl.int32)
@@ -27,17 +27,17 @@ def _take(owned, page_table, free_pages, free, max_pages, page_size, row, mask, 
     page = tl.where(granted, number, tl.load(entry, mask=there, other=0)).to(tl.int64)
     tl.store(entry, number, mask=granted)
     tl.store(owned + row, held + 1, mask=granted)
-    slot = tl.where(granted | there, page * page_size + length % page_size, -1)
+    slot = tl.where(granted | there, page * PAGE_SIZE + length % PAGE_SIZE, -1)
     return slot, free - tl.sum(granted.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["n", "slots", "recursions", "max_pages", "ends_max_pages", "page_size"])
+@triton.jit(do_not_specialize=["n", "slots", "recursions", "max_pages", "ends_max_pages"])
 def _advance(
     chosen, goes_on, table, k_lens, record, ids, enters_out, rows_out, slots_out,
     lengths, owned, page_table, free_pages, free_count,
     ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free_count,
-    n, slots, recursions, max_pages, ends_max_pages, page_size,
-    SHARED: tl.constexpr, STOPS: tl.constexpr, LANES: tl.constexpr,
+    n, slots, recursions, max_pages, ends_max_pages,
+    SHARED: tl.constexpr, STOPS: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """No load waits for a store: what a lane has just counted is added to what is loaded."""
     free = tl.load(free_count)
@@ -99,8 +99,8 @@ def _advance(
         if ends_lengths is not None:
             tl.store(ends_lengths + lane, end_length, mask=counted_end)
             entering_slot, ends_free = _take(
-                ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, page_size, lane, enters,
-                end_length, end_held,
+                ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, enters,
+                end_length, end_held, PAGE_SIZE,
             )  # fmt: skip
             place = tl.where(enters, entering_slot, tl.where(active, place, -1))
             tl.store(column + 5 * slots, place, mask=mask)
@@ -108,7 +108,7 @@ def _advance(
         tl.store(slots_out + lane, entering_slot, mask=mask)
         length += (counted & (row == read)).to(tl.int64)
         slot, free = _take(
-            owned, page_table, free_pages, free, max_pages, page_size, read, appends, length, held
+            owned, page_table, free_pages, free, max_pages, read, appends, length, held, PAGE_SIZE
         )
         tl.store(column + 2 * slots, tl.where(appends, read, -1), mask=mask)
         tl.store(column + 3 * slots, slot, mask=mask)
@@ -127,8 +127,8 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
         lanes = min(max(triton.next_power_of_2(n), 64), LANES)
         _advance[(1,)](
             chosen.contiguous(), goes_on.contiguous(), table, k_lens, record, ids, enters, rows, places, *block, *ends,
-            n, slots, recursions, block[2].shape[1], 0 if ends[0] is None else ends[2].shape[1], page_size,
-            SHARED=shared, STOPS=table.shape[0] - len(FIELDS), LANES=lanes, num_warps=max(lanes // 64, 1),
+            n, slots, recursions, block[2].shape[1], 0 if ends[0] is None else ends[2].shape[1],
+            SHARED=shared, STOPS=table.shape[0] - len(FIELDS), PAGE_SIZE=page_size, LANES=lanes, num_warps=max(lanes // 64, 1),
         )  # fmt: skip
     return ids, enters, rows, places
 
