@@ -168,6 +168,8 @@ class Engine:
         narrower = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
         if stored != dtype and not (stored in narrower and stored.itemsize < dtype.itemsize):
             raise ValueError(f"cache_dtype: expected {dtype} or a narrower float dtype, got {stored}")
+        if batch_invariant and self.device.type != "cuda":
+            raise ValueError(f"batch_invariant: expected a model on CUDA, whose kernels it is of, got {self.device}")
         self.cache = self._new_cache(num_pages, cache_bytes, page_size, stored)
         self.cache.batch_invariant = self.batch_invariant = batch_invariant
         if batch_invariant:

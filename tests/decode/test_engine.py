@@ -110,6 +110,24 @@ def test_interleaved_chunked_and_preempted_requests_equal_each_alone(fields):
         assert_nothing_held(engine)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("fields", STRATEGIES, ids=name)
+def test_batch_invariance(monkeypatch, backend, fields):
+    """Bit for bit in bf16, with chunks and preemptions where they fall."""
+    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    model = tiny(1, **fields)[0].to("cuda", torch.bfloat16)
+    prompts, params = requests((3, 9, 1, 5, 4), (10, 4, 12, 6, 9), 3)
+    options = {"max_sequences": 4, "page_size": 4, "batch_invariant": True}
+    alone = [poisoned(model, **options).generate([p], c)[0] for p, c in zip(prompts, params)]
+    rows = 1 if fields.get("kv") == "shared" else 3
+    for pages in (None, 3 * rows):
+        engine = poisoned(model, **options, num_pages=pages)
+        assert engine.generate(prompts, params) == alone
+        assert (engine.metrics()["preemptions"] > 0) == (pages is not None)
+        assert_nothing_held(engine)
+
+
 @pytest.mark.parametrize("fields", STRATEGIES, ids=name)
 def test_the_whole_context(fields):
     """Prompts beyond half the context, and generation to its last position."""
@@ -490,6 +508,8 @@ def test_a_byte_level_tokenizer():
     [
         ({"max_sequences": 0}, "max_sequences: expected a whole number of at least 1, got 0"),
         ({"page_size": 1.5}, "page_size: expected a whole number of at least 1, got 1.5"),
+        ({"batch_invariant": 1}, "batch_invariant: expected True or False, got 1"),
+        ({"batch_invariant": True}, "batch_invariant: expected a model on CUDA"),
         ({"num_pages": 3, "cache_bytes": 10}, "cache_bytes: expected None beside num_pages"),
         ({"cache_bytes": 10}, r"cache_bytes: expected at least \d+, for a page, got 10"),
         ({"cache_dtype": torch.int8}, "cache_dtype: expected torch.float64 or a narrower float dtype, got torch.int8"),

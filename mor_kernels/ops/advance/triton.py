@@ -107,9 +107,7 @@ def _advance(
             tl.store(k_lens + slots + lane, tl.where(active, position + 1, 0).to(tl.int32), mask=mask)
         tl.store(slots_out + lane, entering_slot, mask=mask)
         length += (counted & (row == read)).to(tl.int64)
-        slot, free = _take(
-            owned, page_table, free_pages, free, max_pages, read, appends, length, held, PAGE_SIZE
-        )
+        slot, free = _take(owned, page_table, free_pages, free, max_pages, read, appends, length, held, PAGE_SIZE)
         tl.store(column + 2 * slots, tl.where(appends, read, -1), mask=mask)
         tl.store(column + 3 * slots, slot, mask=mask)
         tl.store(k_lens + lane, tl.where(active, length + (slot >= 0), 0).to(tl.int32), mask=mask)
@@ -124,11 +122,11 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
     ids, rows, places = (torch.empty_like(chosen) for _ in range(3))
     enters = torch.empty_like(goes_on)
     if n:
-        lanes = min(max(triton.next_power_of_2(n), 64), LANES)
+        lanes, stops = min(max(triton.next_power_of_2(n), 64), LANES), table.shape[0] - len(FIELDS)
         _advance[(1,)](
             chosen.contiguous(), goes_on.contiguous(), table, k_lens, record, ids, enters, rows, places, *block, *ends,
             n, slots, recursions, block[2].shape[1], 0 if ends[0] is None else ends[2].shape[1],
-            SHARED=shared, STOPS=table.shape[0] - len(FIELDS), PAGE_SIZE=page_size, LANES=lanes, num_warps=max(lanes // 64, 1),
+            SHARED=shared, STOPS=stops, PAGE_SIZE=page_size, LANES=lanes, num_warps=lanes // 64,
         )  # fmt: skip
     return ids, enters, rows, places
 
