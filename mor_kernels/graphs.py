@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +10,36 @@ from contextlib import contextmanager
 import torch
 
 
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs of a device: each stream keeps what memory it has had, and a workspace for products."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        _give_workspace(device)
+    return stream
+
+
+def _give_workspace(device: torch.device | str) -> None:
+    """PyTorch gives cuBLAS a workspace for the current stream at its first product there, for good: if that were one
+    without a workspace, later ones would write past its end."""
+    if torch.cuda.is_available():
+        one = torch.ones(8, 8, device=device)
+        torch.mm(one, one)
+
+
 @contextmanager
 def without_workspace() -> Iterator[None]:
-    """Within, cuBLAS has no workspace. On Hopper most products take their tiles from a counter there, which is set to 0
-    before each; in a graph that is a node of its own, and 5 us pass in which nothing is computed. Without a workspace
-    tiles are shared out beforehand, and the products themselves take as long."""
+    """Within, cuBLAS has no workspace, on the current stream or in a capture on :func:`side_stream`. On Hopper most
+    products take their tiles from a counter there, which is set to 0 before each; in a graph that is a node of its own,
+    and 5 us pass in which nothing is computed. Without a workspace tiles are shared out beforehand, and the products
+    themselves take as long."""
     variable, api = "CUBLAS_WORKSPACE_CONFIG", getattr(torch.backends.cuda, "cublas_workspace_size", None)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     # who has set the variable has a reason; deterministic algorithms need it set to what PyTorch tells
     if not hopper or variable in os.environ or torch.are_deterministic_algorithms_enabled():
         yield
         return
+    _give_workspace("cuda")
     size = api() if api else None
     try:
         if api:

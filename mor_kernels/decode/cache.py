@@ -262,7 +262,8 @@ class KVCache:
         position is also its place in that row. cu_seqlens (R+1,) int32: where the runs begin; None where each is one
         token. Refused, nothing is changed, and on the CPU this raises OutOfPages.
         """
-        entering = not isinstance(recursion, int) or recursion == 0  # or kv="shared" needs no keys of the tokens
+        # or kv="shared" needs no keys of the tokens, but then their queries are projected otherwise
+        entering = not isinstance(recursion, int) or recursion == 0 or self.batch_invariant
         recursions = torch.full_like(sequences, recursion) if isinstance(recursion, int) else recursion
         grown = self.rows(sequences, recursions)
         if self.kv == "recursion_wise":

@@ -95,11 +95,10 @@ class _Flight:
 
     host: list[np.ndarray]
     there: torch.cuda.Event | None
-    requests: list[_Request]
-    slots: np.ndarray  # of the requests
+    slots: np.ndarray
+    serials: np.ndarray  # ids of the requests in the slots: they may have ended meanwhile, and a slot be another's
     counts: np.ndarray | int  # tokens that the slots' rows may grow by
-    tick: bool
-    entering: np.ndarray | None = None  # slots whose first token is taken to the block
+    entering: np.ndarray | None = None  # of a tick: slots whose first token is taken to the block
 
 
 _BINS = 400  # from a microsecond to more than a minute
@@ -178,14 +177,18 @@ class Engine:
 
         self.requests: dict[int, _Request] = {}  # submitted and not yet collected
         self.waiting: deque[_Request] = deque()  # oldest first, all younger than those that run
-        self.running: list[_Request] = []  # oldest first
+        self.running: dict[int, _Request] = {}  # by id, oldest first
+        self._filling: dict[int, _Request] = {}  # those of them whose prompt isn't complete
+        self._wanting: dict[int, int] = {}  # log-probabilities that running requests want
         self.free_slots = list(range(max_sequences))  # a heap: ticks are as large as the highest slot at work
         self._ended: list[int] = []  # slots that the device still holds pages for
         self._fed: list[int] = []  # slots whose first token the next tick takes to the block
-        self._ticking: tuple[list[_Request], np.ndarray, int | None] | None = None  # see _lanes
         self._flights: deque[_Flight] = deque()  # oldest first
-        # by slot: places known to be taken in each row of the block and, in the last column, of its own ends; the
-        # recursion that its token takes next, -1 where none does; and how many places more each row may have got by now
+        # by slot: the request and its id, whether ticks have taken it over; places known to be taken in each row of the
+        # block and, in the last column, of its own ends; the recursion that its token takes next, -1 where none does;
+        # and how many places more each row may have got by now
+        self._at: list[_Request | None] = [None] * max_sequences
+        self._serials, self._in_flight = np.full(max_sequences, -1), np.zeros(max_sequences, bool)
         self._lengths = np.zeros((max_sequences, self.cache.rows_each + (self.cache.ends is not None)), np.int64)
         self._recursion = np.full(max_sequences, -1)
         self._ahead = np.zeros(max_sequences, np.int64)
@@ -436,13 +439,16 @@ class Engine:
         a page for each one that runs."""
         while self.waiting and self.free_slots:
             request = self.waiting[0]
-            pending = [r.pending for r in self.running] + [len(request.tokens)]
+            pending = [r.pending for r in self._filling.values()] + [len(request.tokens)]
             used, more = self._pages_used(self._ahead[:, None]), self._pages_for(pending)
             if self.running and any(a + b + len(self.running) > pool.num_pages for a, (pool, b) in zip(used, more)):
                 break
             self.waiting.popleft()
-            request.slot = heapq.heappop(self.free_slots)
-            self.running.append(request)
+            request.slot = slot = heapq.heappop(self.free_slots)
+            self._at[slot], self._serials[slot] = request, request.id
+            self.running[request.id] = self._filling[request.id] = request
+            if request.params.logprobs is not None:
+                self._wanting[request.id] = request.params.logprobs
 
     def _pages_for(self, lengths: list[int]):
         """For each pool, with what sequences of these lengths may take of it: every token at full depth."""
@@ -464,13 +470,12 @@ class Engine:
     def _prefill(self) -> bool:
         """Launch the next tokens of the prompts, oldest first; a prompt that is complete joins the ticks."""
 
-        filling = [r for r in self.running if not r.in_flight]
-        if not filling:
+        if not self._filling:
             return False
 
         def chosen():
             counts, budget = {}, self.prefill_chunk
-            for r in self.running:
+            for r in self._filling.values():
                 if r.pending and budget:
                     counts[r] = min(budget, r.pending)
                     budget -= counts[r]
@@ -495,17 +500,16 @@ class Engine:
                 r.launched = after
             size = self._size(sum(counts.values()), self.prefill_chunk)
             depths = self.program.prefill(size, runs)
-            slots = np.array([r.slot for r in counts])
-            self._launched([depths], list(counts), slots, np.array(list(counts.values())), tick=False)
-        ready = [r for r in filling if not r.pending and r.slot >= 0]
+            self._launched([depths], np.array([r.slot for r in counts]), np.array(list(counts.values())))
+        ready = [r for r in self._filling.values() if not r.pending]
         if ready:
             self.program.begin(
                 [Lane(r.slot, r.tokens[-1], len(r.tokens) - 1, r.end, r.seed, r.params, tuple(r.stops)) for r in ready]
             )
-            self._fed += [r.slot for r in ready]
-            self._ticking = None
             for r in ready:
-                r.in_flight = True
+                del self._filling[r.id]
+                r.in_flight = self._in_flight[r.slot] = True
+                self._fed.append(r.slot)
         return bool(counts)
 
     def _size(self, number: int, most: int) -> int:
@@ -515,39 +519,29 @@ class Engine:
         power = 1 << (number - 1).bit_length()
         return min(power * 3 // 4 if power >= 16 and number <= power * 3 // 4 else power, most)
 
-    def _lanes(self) -> tuple[list[_Request], np.ndarray, int | None]:
-        """Requests in flight, their slots, and the most log-probabilities that one of them wants."""
-        if self._ticking is None:
-            requests = [r for r in self.running if r.in_flight]
-            wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
-            self._ticking = requests, np.array([r.slot for r in requests], np.int64), max(wanted, default=None)
-        return self._ticking
-
     def _tick(self) -> bool:
         """Launch a pass of the block for each token in flight, and the next token where it is the last pass."""
-        requests, slots, logprobs = self._lanes()
-        if not requests:
+        if not self._in_flight.any():
             return False
-        more = np.zeros(self.max_sequences, np.int64)
-        more[slots] = 1
-        if not self._fits((self._ahead + more)[:, None]):
+        if not self._fits((self._ahead + self._in_flight)[:, None]):
             self._drain()
             while not self._fits(self._growth()):
                 self._preempt()
-            requests, slots, logprobs = self._lanes()
-            if not requests:
+            if not self._in_flight.any():
                 return False
         self._flush()
-        found = self.program.tick(self._size(int(slots.max()) + 1, self.max_sequences), logprobs)
+        slots = np.flatnonzero(self._in_flight)
+        logprobs = max(self._wanting.values(), default=None)
+        found = self.program.tick(self._size(int(slots[-1]) + 1, self.max_sequences), logprobs)
         entering, self._fed = np.array(self._fed, np.int64), []
-        self._launched(found, requests, slots, 1, tick=True, entering=entering)
+        self._launched(found, slots, 1, entering)
         return True
 
     def _growth(self) -> np.ndarray:
         """By how much each row may grow in a tick, once nothing is under way."""
         growth = np.zeros_like(self._lengths)
-        for r in self._lanes()[0]:
-            deeper, rows = self._recursion[r.slot] + 1, self.cache.rows_each
+        for slot in np.flatnonzero(self._in_flight):
+            r, deeper, rows = self._at[slot], self._recursion[slot] + 1, self.cache.rows_each
             if 0 < deeper < rows:
                 growth[r.slot, deeper] = 1
             if r.slot in self._fed or len(r.tokens) + 1 < r.end:
@@ -555,7 +549,7 @@ class Engine:
                 growth[r.slot, rows:] = 1
         return growth
 
-    def _launched(self, found, requests, slots, counts, **rest) -> None:
+    def _launched(self, found, slots: np.ndarray, counts, entering: np.ndarray | None = None) -> None:
         host, there = [], None
         if self.device.type == "cpu":
             host = [t.numpy() for t in found]
@@ -566,27 +560,26 @@ class Engine:
             there = torch.cuda.Event()
             there.record()
         self._ahead[slots] += counts
-        self._flights.append(_Flight(host, there, requests, slots, counts, **rest))
+        self._flights.append(_Flight(host, there, slots, self._serials[slots], counts, entering))
 
     def _land(self, flight: _Flight) -> None:
         """Learn what came out of a launch."""
         if flight.there:
             flight.there.synchronize()
         self._ahead[flight.slots] -= flight.counts
-        # a request may have ended meanwhile, and its slot be another's
-        live = np.array([r.finish_reason is None for r in flight.requests], bool)
-        (self._land_tick if flight.tick else self._land_chunk)(flight, live)
+        live = self._serials[flight.slots] == flight.serials
+        (self._land_chunk if flight.entering is None else self._land_tick)(flight, live)
 
     def _land_chunk(self, flight: _Flight, live: np.ndarray) -> None:
         end = 0
-        for r, count, there in zip(flight.requests, flight.counts.tolist(), live):
+        for slot, count, there in zip(flight.slots, flight.counts, live):
             depths = flight.host[0][end : end + count]
             end += count
             if there:
                 rows = range(self.cache.rows_each)
-                self._lengths[r.slot, : len(rows)] += [int((depths > row).sum()) for row in rows]
-                self._lengths[r.slot, len(rows) :] += count
-                self._record(r, depths.tolist())
+                self._lengths[slot, : len(rows)] += [int((depths > row).sum()) for row in rows]
+                self._lengths[slot, len(rows) :] += count
+                self._record(self._at[slot], depths.tolist())
 
     def _land_tick(self, flight: _Flight, live: np.ndarray) -> None:
         self._ticks += 1
@@ -601,18 +594,18 @@ class Engine:
         placed = live & (following >= 0) & (following < rows)
         self._lengths[slots[placed], following[placed]] += 1
         self._lengths[slots[entered], rows:] += 1
-        exits = np.flatnonzero(came & live)
-        self._depths += np.bincount(depths[exits], minlength=len(self._depths))
-        gaps = time.perf_counter() - self._shown[slots[exits]]
-        self._shown[slots[exits]] += gaps
-        self._shown[slots[exits[np.isnan(gaps)]]] = time.perf_counter()
-        bins = np.log(np.maximum(gaps[~np.isnan(gaps)] * 1e6, 1)) / math.log(1.05)
+        exits = came & live
+        slots, depths, tokens = slots[exits], depths[exits], tokens[exits]
+        self._depths += np.bincount(depths, minlength=len(self._depths))
+        now, before = time.perf_counter(), self._shown[slots]
+        self._shown[slots] = now
+        bins = np.log(np.maximum((now - before[before == before]) * 1e6, 1)) / math.log(1.05)
         np.add.at(self._intervals, np.minimum(bins.astype(int), _BINS - 1), 1)
-        for i, token, depth in zip(exits.tolist(), tokens[exits].tolist(), depths[exits].tolist()):
-            r = flight.requests[i]
+        for slot, token, depth in zip(slots.tolist(), tokens.tolist(), depths.tolist()):
+            r = self._at[slot]
             r.depths.append(depth)
             r.done += 1
-            self._emit(r, token, depth, flight.host, int(slots[i]))
+            self._emit(r, token, depth, flight.host, slot)
 
     def _emit(self, r: _Request, token: int, depth: int, host: list[np.ndarray], slot: int) -> None:
         """Add a token that was sampled to its request, and end that if it is the last."""
@@ -648,7 +641,7 @@ class Engine:
     def _preempt(self) -> None:
         """Take its pages from the youngest running request; nothing is under way. The oldest is never taken from: alone
         it fits, which submit made sure of."""
-        youngest = self.running[-1]
+        youngest = self.running[next(reversed(self.running))]
         self._release(youngest)
         youngest.launched = youngest.done = 0
         youngest.in_flight = False
@@ -656,13 +649,16 @@ class Engine:
         self._preemptions += 1
 
     def _release(self, r: _Request) -> None:
-        self._lengths[r.slot], self._recursion[r.slot], self._shown[r.slot] = 0, -1, np.nan
-        self._fed = [slot for slot in self._fed if slot != r.slot]
-        self._ticking = None
-        self._ended.append(r.slot)
-        heapq.heappush(self.free_slots, r.slot)
-        self.running.remove(r)
-        r.slot = -1
+        slot, r.slot = r.slot, -1
+        self._lengths[slot], self._recursion[slot], self._shown[slot] = 0, -1, np.nan
+        self._at[slot], self._serials[slot], self._in_flight[slot] = None, -1, False
+        if slot in self._fed:
+            self._fed.remove(slot)
+        self._ended.append(slot)
+        heapq.heappush(self.free_slots, slot)
+        del self.running[r.id]
+        self._filling.pop(r.id, None)
+        self._wanting.pop(r.id, None)
 
     def _finish(self, r: _Request, reason: str) -> None:
         r.finish_reason = reason

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..graphs import without_workspace
+from ..graphs import side_stream, without_workspace
 from ..model import MoR
 from .cache import KVCache, Plan
 from .sampler import SamplingParams, log_probabilities
@@ -189,7 +189,7 @@ class Program:
         else:
             if self.graphs[key] is None:
                 graph = torch.cuda.CUDAGraph()
-                capture = torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local")
+                capture = torch.cuda.graph(graph, self.pool, side_stream(self.device), "thread_local")
                 with without_workspace(), capture:
                     function()
                 self.graphs[key], self.pool = graph, graph.pool()

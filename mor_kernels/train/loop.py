@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import math
@@ -25,7 +24,7 @@ import torch.distributed.nn  # noqa: F401
 from tqdm import tqdm
 
 from ..doctor import package_version
-from ..graphs import without_workspace
+from ..graphs import side_stream, without_workspace
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
 from .schedule import cosine, trapezoid
@@ -138,7 +137,7 @@ class Graphs:
         self.parameters, self.forward_backward = list(parameters), forward_backward
         self.graphs: dict[Hashable, tuple] = {}
         self.pool = None
-        self.stream = _side_stream(self.parameters[0].device)
+        self.stream = side_stream(self.parameters[0].device)
 
     def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
@@ -162,9 +161,6 @@ class Graphs:
         with torch.cuda.device(self.stream.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                if not self.graphs:
-                    self.forward_backward(sizes, *own)  # PyTorch gives cuBLAS its workspaces, of full size, for good
-                    self._forget()
                 with without_workspace():
                     self.forward_backward(sizes, *own)  # compiles and loads kernels
             torch.cuda.current_stream().wait_stream(self.stream)
@@ -183,12 +179,6 @@ class Graphs:
     def _forget(self):
         for parameter in self.parameters:
             parameter.grad = None
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs: each stream keeps what memory it has had, and a workspace for matrix products."""
-    return torch.cuda.Stream(device)
 
 
 class _Memory:

@@ -251,7 +251,7 @@ def test_random_submissions_and_cancellations():
         for pool in pools:
             assert int(pool.pages.free_count) + int(pool.pages.owned.sum()) == pool.num_pages
         assert len(engine.running) + len(engine.free_slots) == 5
-        ages = [r.id for r in (*engine.running, *engine.waiting)]
+        ages = [*engine.running, *(r.id for r in engine.waiting)]
         assert ages == sorted(ages)  # pages are taken from the youngest, so the oldest always gets on
     for i in list(engine.requests):
         engine.cancel(i)
