@@ -182,6 +182,7 @@ class Engine:
         self._wanting: dict[int, int] = {}  # log-probabilities that running requests want
         self.free_slots = list(range(max_sequences))  # a heap: ticks are as large as the highest slot at work
         self._ended: list[int] = []  # slots that the device still holds pages for
+        self._by_themselves: set[int] = set()  # slots that it has freed
         self._fed: list[int] = []  # slots whose first token the next tick takes to the block
         self._flights: deque[_Flight] = deque()  # oldest first
         # by slot: the request and its id, whether ticks have taken it over; places known to be taken in each row of the
@@ -601,6 +602,7 @@ class Engine:
         self._shown[slots] = now
         bins = np.log(np.maximum((now - before[before == before]) * 1e6, 1)) / math.log(1.05)
         np.add.at(self._intervals, np.minimum(bins.astype(int), _BINS - 1), 1)
+        self._by_themselves = {*slots[finished[exits] != 0].tolist()}
         for slot, token, depth in zip(slots.tolist(), tokens.tolist(), depths.tolist()):
             r = self._at[slot]
             r.depths.append(depth)
@@ -654,7 +656,10 @@ class Engine:
         self._at[slot], self._serials[slot], self._in_flight[slot] = None, -1, False
         if slot in self._fed:
             self._fed.remove(slot)
-        self._ended.append(slot)
+        if slot in self._by_themselves:
+            self._by_themselves.remove(slot)
+        else:
+            self._ended.append(slot)
         heapq.heappush(self.free_slots, slot)
         del self.running[r.id]
         self._filling.pop(r.id, None)

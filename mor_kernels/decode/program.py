@@ -80,8 +80,10 @@ class Program:
         self.device, dtype = embedding.device, embedding.dtype
         width, recursions = self.config.hidden_size, self.config.num_recursions
         new = functools.partial(torch.zeros, device=self.device)
-        self.lanes = ops.Lanes.new(max_sequences, STOPS, self.device)
-        self.settings = new(len(SETTINGS), max_sequences, dtype=torch.int64)  # floats as their bits
+        lanes = ops.Lanes.new(max_sequences, STOPS + len(SETTINGS), self.device)
+        self.columns = lanes.table  # state of the lanes, then settings of sampling, floats as their bits
+        self.columns[-len(SETTINGS) :] = 0
+        self.lanes, self.settings = lanes._replace(table=lanes.table[: -len(SETTINGS)]), lanes.table[-len(SETTINGS) :]
         self.tokens = _Tokens(  # that each slot has between two passes
             positions=self.lanes.row("position"),
             x=new(max_sequences, width, dtype=dtype),
@@ -117,13 +119,11 @@ class Program:
             floats = struct.pack("3d", p.temperature, p.top_p, p.min_p)
             state = (-1, lane.token, -1, -1, -1, -1, lane.position, lane.end, *stops)
             columns.append((*state, lane.seed, p.top_k, *struct.unpack("3q", floats)))
-        slots, columns = self.ints(lane.slot for lane in lanes), self.ints(columns).T
-        table = self.lanes.table
-        table.index_copy_(1, slots, columns[: len(table)])
-        self.settings.index_copy_(1, slots, columns[len(table) :])
+        numbers = self.ints([*(lane.slot for lane in lanes), *(number for column in columns for number in column)])
+        self.columns.index_copy_(1, numbers[: len(lanes)], numbers[len(lanes) :].view(len(lanes), -1).T)
 
     def end(self, slots: list[int]) -> None:
-        """Free slots and their pages."""
+        """Free slots and their pages, of requests that didn't end by themselves."""
         slots = self.ints(slots)
         self.lanes.table[:6].index_fill_(1, slots, -1)
         self.cache.free(slots)

@@ -53,15 +53,17 @@ class Plain:
 
     def advance(self, chosen, goes_on):
         """Records, and tokens that enter with their slots in the ends, by lane."""
-        records, entering, n = [], {}, len(chosen)
+        records, entering, n, given = [], {}, len(chosen), []
         for i, (lane, token, on) in enumerate(zip(self.lanes, chosen, goes_on)):
             passed = lane["recursion"] >= 0
             leaves = passed and not on
             ended = leaves and (token < 0 or token in lane["stops"] or lane["position"] + 2 >= lane["end"])
             records.append([token if leaves else -2, lane["recursion"] + 1 if passed else 0, int(ended)])
-            if passed and lane["slot"] >= 0:
+            if ended:
+                given.append(i)
+            elif passed and lane["slot"] >= 0:
                 self.block.lengths[lane["row"]] += 1
-            if leaves and lane["place"] >= 0:
+            if leaves and not ended and lane["place"] >= 0:
                 self.ends.lengths[i] += 1
             if lane["feed"] >= 0:
                 entering[i] = lane["feed"]
@@ -72,6 +74,11 @@ class Plain:
             lane["recursion"] = 0 if i in entering else lane["recursion"] + 1 if at_work else -1
             lane["feed"] = -1
             lane["line"] = i if at_work else -1
+        each = 1 if self.shared else self.recursions
+        for r in range(each):
+            self.block.release([i * each + r for i in given])
+        if self.ends:
+            self.ends.release(given)
         for i, lane in enumerate(self.lanes[:n]):  # each pool's pages are taken in the order of the lanes
             at_work, first = lane["line"] >= 0, lane["recursion"] == 0
             if self.ends:

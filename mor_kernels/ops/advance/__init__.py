@@ -89,16 +89,16 @@ def advance_(
     """End a tick of the first n slots, in one launch: after the pass, and after a token was chosen for each.
 
     A lane whose token doesn't go on leaves: its token's keys count, ``chosen`` came out, and the request has ended if
-    that is negative, one of its stops, or its last; otherwise ``chosen`` enters, at the next position, as ``feed`` does
-    in a lane that was idle. Tokens that go on or enter get a place for their next pass, and those that enter one in
-    the own ends as well: pages are taken in the order of the lanes, and where none is free, or a row would outgrow its
-    page table, the place is -1, and the token's keys aren't kept.
+    that is negative, one of its stops, or its last: then the lane is idle, and its pages are free. Otherwise ``chosen``
+    enters, at the next position, as ``feed`` does in a lane that was idle. Tokens that go on or enter get a place for
+    their next pass, and those that enter one in the own ends as well: pages are taken in the order of the lanes, and
+    where none is free, or a row would outgrow its page table, the place is -1, and the token's keys aren't kept.
 
     Args:
         chosen: (n,) int64; of the lanes that don't leave, any number.
         goes_on: (n,) bool, False for idle lanes.
-        lanes: the state, changed in place. A slot is freed by -1 in the first six rows of the table, and its pages by
-            :func:`..free_pages_`.
+        lanes: the state, changed in place. A slot is freed before its request has ended by -1 in the first six rows of
+            the table, and its pages by :func:`..free_pages_`.
         record: (n, 3) int64, written: the token that came out, -2 for none; recursions that the lane's token has taken,
             0 for none; 1 if the request has ended.
         block: pages of the block, a row for each (slot, recursion), or, ``shared``, for each slot: then only the first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..pages.eager import free as give
 from ._fields import FIELDS, NOTHING
 
 
@@ -23,13 +24,17 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
     ids = torch.where(feed >= 0, feed, chosen.clamp(min=0))
 
     lane = torch.arange(n, device=chosen.device)
-    _count(block[0], row, passed & (slot >= 0))
+    each = 1 if shared else recursions
+    for r in range(each):
+        give(*block, torch.where(ended, lane * each + r, -1))
+    _count(block[0], row, passed & ~ended & (slot >= 0))
     position.add_((leaves & ~ended).long())
     recursion.copy_(torch.where(enters, 0, torch.where(active, recursion + 1, -1)))
     feed.fill_(-1)
     line.copy_(torch.where(active, lane, -1))
     if ends[0] is not None:
-        _count(ends[0], lane, leaves & (place >= 0))
+        give(*ends, torch.where(ended, lane, -1))
+        _count(ends[0], lane, leaves & ~ended & (place >= 0))
         place.copy_(torch.where(enters, _take(ends, lane, enters, page_size), torch.where(active, place, -1)))
         k_lens[1, :n] = torch.where(active, position + 1, 0)
     row.copy_(torch.where(active, lane if shared else lane * recursions + recursion, -1))

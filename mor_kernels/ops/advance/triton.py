@@ -31,19 +31,71 @@ def _take(owned, page_table, free_pages, free, max_pages, row, mask, length, hel
     return slot, free - tl.sum(granted.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["n", "slots", "recursions", "max_pages", "ends_max_pages"])
+@triton.jit
+def _give(lengths, owned, page_table, free_pages, free, max_pages, row, mask, PAGES: tl.constexpr):
+    """All pages of the rows, whose lengths become 0; returns the pages left."""
+    held = tl.load(owned + row, mask=mask, other=0)
+    before = tl.cumsum(held, 0) - held + free
+    most = tl.max(held)
+    nth = tl.zeros((), tl.int64)
+    while nth < most:
+        page = nth + tl.arange(0, PAGES)[None, :]
+        moves = page < held[:, None]
+        entry = page_table + row[:, None] * max_pages + page
+        tl.store(free_pages + before[:, None] + page, tl.load(entry, mask=moves, other=0), mask=moves)
+        tl.store(entry, -1, mask=moves)
+        nth += PAGES
+    tl.debug_barrier()  # other threads may hold the same lanes: they have read before these are written
+    tl.store(owned + row, 0, mask=mask)
+    tl.store(lengths + row, 0, mask=mask)
+    return free + tl.sum(held)
+
+
+@triton.jit
+def _ends(chosen, goes_on, table, slots, lane, mask, STOPS: tl.constexpr):
+    """Whether tokens of lanes leave, and whether their requests end with what came out."""
+    column = table + lane
+    token = tl.load(chosen + lane, mask=mask, other=0)
+    stop = (token < 0) | (
+        tl.load(column + 6 * slots, mask=mask, other=0) + 2 >= tl.load(column + 7 * slots, mask=mask, other=0)
+    )
+    for i in tl.static_range(STOPS):
+        stop = stop | (token == tl.load(column + (ROWS + i) * slots, mask=mask, other=-1))
+    on = tl.load(goes_on + lane, mask=mask, other=0) != 0
+    leaves = (tl.load(column, mask=mask, other=-1) >= 0) & (on == 0)
+    return leaves, leaves & stop
+
+
+@triton.jit(do_not_specialize=["n", "slots", "recursions", "rows_each", "max_pages", "ends_max_pages"])
 def _advance(
     chosen, goes_on, table, k_lens, record, ids, enters_out, rows_out, slots_out,
     lengths, owned, page_table, free_pages, free_count,
     ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free_count,
-    n, slots, recursions, max_pages, ends_max_pages,
-    SHARED: tl.constexpr, STOPS: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
+    n, slots, recursions, rows_each, max_pages, ends_max_pages,
+    SHARED: tl.constexpr, STOPS: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr, PAGES: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """No load waits for a store: what a lane has just counted is added to what is loaded."""
     free = tl.load(free_count)
     ends_free = tl.zeros((), tl.int64)
     if ends_lengths is not None:
         ends_free = tl.load(ends_free_count)
+    if MANY:  # pages are given before any is taken, in one order however many lanes are looked at together
+        for r in range(rows_each):
+            for first in range(0, n, LANES):
+                lane = (first + tl.arange(0, LANES)).to(tl.int64)
+                _, ended = _ends(chosen, goes_on, table, slots, lane, lane < n, STOPS)
+                row = lane * rows_each + r
+                free = _give(lengths, owned, page_table, free_pages, free, max_pages, row, ended, PAGES)
+        if ends_lengths is not None:
+            for first in range(0, n, LANES):
+                lane = (first + tl.arange(0, LANES)).to(tl.int64)
+                _, ended = _ends(chosen, goes_on, table, slots, lane, lane < n, STOPS)
+                ends_free = _give(
+                    ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, ended,
+                    PAGES,
+                )  # fmt: skip
+        tl.debug_barrier()
     for first in range(0, n, LANES):
         lane = (first + tl.arange(0, LANES)).to(tl.int64)
         mask = lane < n
@@ -54,21 +106,27 @@ def _advance(
         had_slot = tl.load(column + 3 * slots, mask=mask, other=-1) >= 0
         place = tl.load(column + 5 * slots, mask=mask, other=-1)
         position = tl.load(column + 6 * slots, mask=mask, other=0)
-        end = tl.load(column + 7 * slots, mask=mask, other=0)
         token = tl.load(chosen + lane, mask=mask, other=0)
-        on = tl.load(goes_on + lane, mask=mask, other=0) != 0
-        stop = (token < 0) | (position + 2 >= end)
-        for i in tl.static_range(STOPS):
-            stop = stop | (token == tl.load(column + (ROWS + i) * slots, mask=mask, other=-1))
+        leaves, ended = _ends(chosen, goes_on, table, slots, lane, mask, STOPS)
         passed = recursion >= 0
-        leaves = passed & (on == 0)
         fed = feed >= 0
-        going = leaves & (stop == 0)
+        going = leaves & (ended == 0)
         enters = going | fed
-        active = enters | (passed & on)
-        counted = passed & had_slot
-        counted_end = leaves & (place >= 0)
+        active = enters | (passed & (leaves == 0))
+        counted = passed & had_slot & (ended == 0)
+        counted_end = going & (place >= 0)
         following = tl.where(enters, 0, tl.where(active, recursion + 1, -1))
+        if MANY == 0:
+            if tl.max(ended.to(tl.int32)) > 0:
+                for r in range(rows_each):
+                    row_of = lane * rows_each + r
+                    free = _give(lengths, owned, page_table, free_pages, free, max_pages, row_of, ended, PAGES)
+                if ends_lengths is not None:
+                    ends_free = _give(
+                        ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane,
+                        ended, PAGES,
+                    )  # fmt: skip
+                tl.debug_barrier()  # what was given is there to be taken
         if SHARED:
             read = lane
             appends = following == 0
@@ -84,7 +142,7 @@ def _advance(
 
         tl.store(record + 3 * lane, tl.where(leaves, token, NONE), mask=mask)
         tl.store(record + 3 * lane + 1, tl.where(passed, recursion + 1, 0), mask=mask)
-        tl.store(record + 3 * lane + 2, (leaves & stop).to(tl.int64), mask=mask)
+        tl.store(record + 3 * lane + 2, ended.to(tl.int64), mask=mask)
         tl.store(ids + lane, tl.where(fed, feed, tl.maximum(token, 0)), mask=mask)
         tl.store(enters_out + lane, enters, mask=mask)
         position += going.to(tl.int64)
@@ -125,8 +183,10 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
         lanes, stops = min(max(triton.next_power_of_2(n), 64), LANES), table.shape[0] - len(FIELDS)
         _advance[(1,)](
             chosen.contiguous(), goes_on.contiguous(), table, k_lens, record, ids, enters, rows, places, *block, *ends,
-            n, slots, recursions, block[2].shape[1], 0 if ends[0] is None else ends[2].shape[1],
-            SHARED=shared, STOPS=stops, PAGE_SIZE=page_size, LANES=lanes, num_warps=lanes // 64,
+            n, slots, recursions, 1 if shared else recursions, block[2].shape[1],
+            0 if ends[0] is None else ends[2].shape[1],
+            SHARED=shared, STOPS=stops, PAGE_SIZE=page_size, LANES=lanes, PAGES=8, MANY=n > lanes,
+            num_warps=lanes // 64,
         )  # fmt: skip
     return ids, enters, rows, places
 
