@@ -421,20 +421,23 @@ void split(Linear& p, int parts) {
   p.parts = ceil_div(p.chunks, p.each);
 }
 
-// How long a block of so many rows of the weight copies, if all multiprocessors have as many blocks or one more: what
-// else a block does is worth as much as another 64 rows, and a part more as much as 16 lines.
+// What a multiprocessor copies if it has its share of the blocks, or one: what else a block does with a chunk is worth as
+// much as another 64 rows of the weight, and its sums, which it leaves and others read, as much as 4 chunks of it. A part
+// whose chunks have room in the ring for 64 rows of x needs no second round of copies, which would be worth a chunk.
 int64_t cost(const Linear& p, int rows, int columns) {
   const int64_t blocks = int64_t(ceil_div(rows, columns)) * p.parts;
-  return ceil_div<int64_t>(blocks, device().multiprocessors) * (p.each * (columns + 64) + p.parts * 16);
+  const int further = p.each > kRing / ((columns + 64) * kLine);
+  return std::max<int64_t>(blocks, device().multiprocessors) * ((p.each + further) * (columns + 64) + 4 * columns);
 }
 
-// Splits K; returns the rows of the weight that a block has. What isn't 0 was chosen by the caller.
+// Splits K; returns the rows of the weight that a block has. What isn't 0 was chosen by the caller. Clusters of 3, 5, 6
+// or 7 blocks leave multiprocessors idle, of which a GPC has 16 or 18.
 int choose(Linear& p, int rows, int columns, int parts) {
   int64_t least = std::numeric_limits<int64_t>::max();
   int best_columns = 0, best_parts = 0;
   for (int c : {128, 64, 32})
     for (int s = 1; s <= kMostParts; ++s) {
-      if ((columns && c != columns) || (parts && s != parts)) continue;
+      if ((columns && c != columns) || (parts ? s != parts : s & (s - 1))) continue;
       split(p, s);
       if (const int64_t found = cost(p, rows, c); found < least) least = found, best_columns = c, best_parts = s;
     }
