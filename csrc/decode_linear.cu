@@ -8,6 +8,9 @@
 // in the order of the parts and writes the result. Neither the order of the sums of a row nor how the work is split
 // depends on the other rows or on how many there are.
 //
+// A norm can be left to the neighbors, since y is linear in rstd: the layer before writes its rows times the gains and
+// sums of their squares, over 32 columns each, and this one multiplies its result.
+//
 // The tensor cores get the weight as the side of 16 and rows of x as the side of 8. Sums of squares are the diagonal of
 // x x^T, for which x is in registers already.
 #include <limits>
@@ -24,6 +27,9 @@ constexpr int kLine = 2 * kChunk;  // bytes of it, of a row
 constexpr int kRing = 98 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
 constexpr int kMostParts = 8;      // blocks of a cluster, which every Hopper GPU can launch
 constexpr int kUnit = 4;           // columns that a thread writes at once
+constexpr int kOfSquares = 32;     // columns of y whose squares are summed up
+constexpr int kOfRow = 8;          // threads that do so, and that add up such sums
+static_assert(kOfSquares == kUnit * kOfRow);
 
 struct Cache {
   void* x;
@@ -31,11 +37,14 @@ struct Cache {
 };
 
 struct Linear {
-  const void *x, *weight, *gain, *residual;
-  void* out;
+  const void *x, *weight, *gain, *residual, *next_gain;
+  void *out, *scaled;
+  const float* squares;  // (n, partial): of the rows that x was before it was multiplied by gains
+  float* next_squares;
   int64_t x_n, weight_n, residual_n;
   int n, k, columns;        // columns of y
   int chunks, each, parts;  // of K: chunks, those of a part, and parts
+  int partial;
   bool gated, prefetch, wide;
   float of_k, eps;  // 1 / k
   // where y is heads
@@ -44,7 +53,7 @@ struct Linear {
   Cache k_cache, v_cache;
   int64_t slots_there;
   Divisor page_size{1};
-  int q_heads, heads, positions_dtype, frequencies_at;
+  int q_heads, heads, positions_dtype, behind;  // bytes of the ring and the sums, which share theirs
   double log2_step;
 };
 
@@ -62,7 +71,7 @@ struct Setting {
   static constexpr int kStages = std::min(kRing / kStageBytes, 8);
   static constexpr int kPitch = C + 4;  // of sums; behind a row's, its sum of squares
   static constexpr int kSumBytes = N * kPitch * 4;
-  static constexpr int kBehind = H ? sizeof(Frequencies) : 0;  // bytes behind the ring and the sums, which share theirs
+  static constexpr int kRstdBytes = G ? 0 : N * 4, kBehind = kRstdBytes + (H ? sizeof(Frequencies) : 0);
   static_assert(kPairs <= kAlong && kSumBytes <= kRing);
 };
 
@@ -215,15 +224,15 @@ struct Sums {
 template <class C>
 struct Unit {
   using T = typename C::Number;
-  static constexpr int kHalf = C::kColumns / 2, kOfRow = C::kColumns / kUnit;
+  static constexpr int kHalf = C::kColumns / 2, kUnits = C::kColumns / kUnit;  // of a row
   int nth, row, column, of_y;  // the row's number in the tile and of all; the column in a half, and of y
   bool there, second;          // of two
-  Pack<T, kUnit> residual;
+  Pack<T, kUnit> residual, next_gain;
   int64_t slot, position;
 
   __device__ __forceinline__ Unit(const Linear& p, int tile, int first_row, int unit, int end) : there(unit < end) {
-    const int rest = unit % kOfRow;
-    nth = unit / kOfRow, row = first_row + nth;
+    const int rest = unit % kUnits;
+    nth = unit / kUnits, row = first_row + nth;
     second = paired(p) && rest % 2;
     column = (paired(p) ? rest / 2 : rest) * kUnit;
     of_y = tile * (p.gated ? kHalf : C::kColumns) + column;
@@ -231,22 +240,16 @@ struct Unit {
     if constexpr (C::kHeads) {
       if (tile < p.q_heads + p.heads) position = load_position(p.positions, p.positions_dtype, row);
       if (tile >= p.q_heads) slot = p.slots[row];
-    } else if (p.residual) {
-      const T* from = static_cast<const T*>(p.residual) + row * p.residual_n + of_y;
-      if (p.wide) {
-        if (of_y < p.columns) residual = *reinterpret_cast<const Pack<T, kUnit>*>(from);
-      } else {
-#pragma unroll
-        for (int e = 0; e < kUnit; ++e)
-          if (of_y + e < p.columns) residual.at[e] = from[e];
-      }
+    } else {
+      if (p.residual) load(p, static_cast<const T*>(p.residual) + row * p.residual_n, residual);
+      if (p.next_gain) load(p, static_cast<const T*>(p.next_gain), next_gain);
     }
   }
 
   __device__ __forceinline__ static bool paired(const Linear& p) { return C::kHeads || p.gated; }
 
   // From all parts, in their order.
-  __device__ __forceinline__ void add_up(const Linear& p, unsigned sums, float (&y)[kUnit]) const {
+  __device__ __forceinline__ void add_up(const Linear& p, unsigned sums, const float* rstds, float (&y)[kUnit]) const {
     const unsigned of_row = sums + nth * C::kPitch * 4, own = of_row + (column + (second ? kHalf : 0)) * 4;
     float4 x[kMostParts];
     float of_part[kMostParts], squares = 0.0f;
@@ -263,6 +266,10 @@ struct Unit {
     }
     if constexpr (C::kNorm) {
       const float rstd = rsqrtf(squares * p.of_k + p.eps);
+#pragma unroll
+      for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
+    } else if (p.squares && there) {
+      const float rstd = rstds[nth];
 #pragma unroll
       for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
     }
@@ -285,24 +292,52 @@ struct Unit {
 #pragma unroll
         for (int e = 0; e < kUnit; ++e) y[e] = a[e] * activate(a[e], kSigmoid) * b[e];
       }
-      if (there && !second) write(p, y);
+      write(p, y, there && !second);
     }
   }
 
  private:
-  __device__ __forceinline__ void write(const Linear& p, float (&y)[kUnit]) const {
-    if (p.residual) {
-#pragma unroll
-      for (int e = 0; e < kUnit; ++e) y[e] += to_float(residual.at[e]);
-    }
-    T* to = static_cast<T*>(p.out) + int64_t(row) * p.columns + of_y;
+  __device__ __forceinline__ void load(const Linear& p, const T* from, Pack<T, kUnit>& to) const {
     if (p.wide) {
-      if (of_y < p.columns) store(to, y);
+      if (of_y < p.columns) to = *reinterpret_cast<const Pack<T, kUnit>*>(from + of_y);
     } else {
 #pragma unroll
       for (int e = 0; e < kUnit; ++e)
-        if (of_y + e < p.columns) to[e] = from_float<T>(y[e]);
+        if (of_y + e < p.columns) to.at[e] = from[of_y + e];
     }
+  }
+
+  __device__ __forceinline__ void write(const Linear& p, void* out, const Pack<T, kUnit>& y) const {
+    T* to = static_cast<T*>(out) + int64_t(row) * p.columns + of_y;
+    if (p.wide) {
+      if (of_y < p.columns) *reinterpret_cast<Pack<T, kUnit>*>(to) = y;
+    } else {
+#pragma unroll
+      for (int e = 0; e < kUnit; ++e)
+        if (of_y + e < p.columns) to[e] = y.at[e];
+    }
+  }
+
+  // By all lanes of a warp, of which those that `writes` is true for have something to.
+  __device__ __forceinline__ void write(const Linear& p, const float (&y)[kUnit], bool writes) const {
+    Pack<T, kUnit> rounded;
+#pragma unroll
+    for (int e = 0; e < kUnit; ++e) rounded.at[e] = from_float<T>(p.residual ? y[e] + to_float(residual.at[e]) : y[e]);
+    if (writes) write(p, p.out, rounded);
+    if (!p.next_gain) return;
+    Pack<T, kUnit> scaled;
+    float squares = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kUnit; ++e) {
+      const float x = to_float(rounded.at[e]);
+      scaled.at[e] = from_float<T>(x * to_float(next_gain.at[e]));
+      if (of_y + e < p.columns) squares += x * x;
+    }
+    if (writes) write(p, p.scaled, scaled);
+#pragma unroll
+    for (int step = kOfRow / 2; step; step /= 2) squares += __shfl_xor_sync(kAll, squares, step);
+    if (writes && of_y % kOfSquares == 0 && of_y < p.columns)
+      p.next_squares[int64_t(row) * ceil_div(p.columns, kOfSquares) + of_y / kOfSquares] = squares;
   }
 
   // Tile h is head h of the queries, then the keys, then the values.
@@ -335,6 +370,23 @@ struct Unit {
   }
 };
 
+// rstd of rows first to end of a tile, from the sums of their squares.
+__device__ __forceinline__ void fill_rstd(const Linear& p, int first_row, int first, int end, float* rstd) {
+  const int nth_sum = threadIdx.x % kOfRow;
+#pragma unroll 1
+  for (int of_warp = first + threadIdx.x / kWarp * (kWarp / kOfRow); of_warp < end; of_warp += kThreads / kOfRow) {
+    const int nth = of_warp + threadIdx.x % kWarp / kOfRow;
+    const float* from = p.squares + int64_t(first_row + nth) * p.partial;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = nth_sum; i < p.partial; i += kOfRow)
+      if (nth < end) sum += from[i];
+#pragma unroll
+    for (int step = kOfRow / 2; step; step /= 2) sum += __shfl_xor_sync(kAll, sum, step);
+    if (nth < end && nth_sum == 0) rstd[nth] = rsqrtf(sum * p.of_k + p.eps);
+  }
+}
+
 template <class C>
 __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid_constant__ Linear p) {
   char* memory = launched_memory<char>();
@@ -347,9 +399,10 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
     for (int chunk = 0; chunk < at_once; ++chunk) copier.columns(first + chunk, chunk);
     copier.request(first + at_once, first + chunks);
   }
+  float* rstd = reinterpret_cast<float*>(memory + p.behind);
   Frequencies* frequencies = nullptr;
   if constexpr (C::kHeads) {
-    frequencies = reinterpret_cast<Frequencies*>(memory + p.frequencies_at);
+    frequencies = reinterpret_cast<Frequencies*>(memory + p.behind + C::kRstdBytes);
     frequencies->fill(C::kColumns / 2, p.log2_step);
   }
   // In this order: a kernel that begins while this one runs reads ahead what the kernel before this one has written.
@@ -365,10 +418,12 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   }
 
   // The block's share of the tile, of whole warps, and what is added to it, while the copies are under way.
-  const int units = min(p.n - first_row, C::kRows) * Unit<C>::kOfRow;
+  const int units = min(p.n - first_row, C::kRows) * Unit<C>::kUnits;
   const int share = ceil_div(units, p.parts * kWarp) * kWarp, end = min(units, (part + 1) * share);
   int unit = part * share + threadIdx.x;
   Unit<C> next(p, tile, first_row, unit, end);
+  if (!C::kNorm && p.squares)
+    fill_rstd(p, first_row, part * share / Unit<C>::kUnits, ceil_div(end, Unit<C>::kUnits), rstd);
 
   Sums<C> sums(memory);
   int slot = 0;
@@ -394,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   for (; unit / kWarp * kWarp < end; unit += kThreads) {
     Unit<C> own = next;
     float y[kUnit]{};
-    own.add_up(p, shared_address(memory), y);
+    own.add_up(p, shared_address(memory), rstd, y);
     next = Unit<C>(p, tile, first_row, unit + kThreads, end);
     own.finish(p, tile, y, frequencies);
   }
@@ -403,7 +458,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
 
 template <class C>
 void run(Linear p, Address stream) {
-  p.frequencies_at = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
+  p.behind = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
   const auto set = [](cudaFuncAttribute attribute, int value) {
     check(cudaFuncSetAttribute(decode_linear_kernel<C>, attribute, value), "decode_linear");
   };
@@ -412,7 +467,7 @@ void run(Linear p, Address stream) {
   set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   const int tiles = ceil_div(p.columns, p.gated ? C::kColumns / 2 : C::kColumns);
   launch_clusters(decode_linear_kernel<C>, dim3(tiles * p.parts, ceil_div(p.n, C::kRows)), p.parts, kThreads,
-                  p.frequencies_at + C::kBehind, true, stream, p);
+                  p.behind + C::kBehind, true, stream, p);
 }
 
 // Parts of K, given how many there should be: none is empty, all but the last are of one length.
@@ -454,12 +509,13 @@ void run_rows(const Linear& p, Address stream) {
   else run<Setting<T, C, 128, G, H>>(p, stream);
 }
 
-Linear linear(Address x, Address weight, Address norm_weight, Address out, double eps, int n, int k, int columns,
-              int64_t x_n, int64_t weight_n, bool prefetch) {
+Linear linear(Address x, Address weight, Address norm_weight, Address squares, Address out, double eps, int n, int k,
+              int columns, int partial, int64_t x_n, int64_t weight_n, bool prefetch) {
   Linear p{};
   p.x = pointer<void>(x), p.weight = pointer<void>(weight), p.gain = pointer<void>(norm_weight);
   p.out = pointer<void>(out), p.x_n = x_n, p.weight_n = weight_n;
   p.n = n, p.k = k, p.columns = columns, p.chunks = ceil_div(k, kChunk);
+  p.squares = pointer<float>(squares), p.partial = partial;
   p.prefetch = prefetch, p.of_k = 1.0f / k, p.eps = float(eps);
   return p;
 }
@@ -473,31 +529,36 @@ void run_columns(const Linear& p, int columns, Address stream) {
 
 }  // namespace
 
-void decode_linear(Address x, Address weight, Address norm_weight, Address residual, Address out, double eps, int n,
-                   int k, int columns, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
+void decode_linear(Address x, Address weight, Address norm_weight, Address squares, Address residual, Address next_gain,
+                   Address out, Address scaled, Address next_squares, double eps, int n, int k, int columns,
+                   int partial, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
                    int of_block, int parts, int dtype, Address stream) {
-  Linear p = linear(x, weight, norm_weight, out, eps, n, k, columns, x_n, weight_n, prefetch);
+  Linear p = linear(x, weight, norm_weight, squares, out, eps, n, k, columns, partial, x_n, weight_n, prefetch);
   p.residual = pointer<void>(residual), p.residual_n = residual_n, p.gated = gated;
-  p.wide = columns % kUnit == 0 && residual % 8 == 0 && residual_n % kUnit == 0;
+  p.next_gain = pointer<void>(next_gain), p.scaled = pointer<void>(scaled);
+  p.next_squares = pointer<float>(next_squares);
+  p.wide = columns % kUnit == 0 && residual % 8 == 0 && residual_n % kUnit == 0 && next_gain % 8 == 0;
   of_block = choose(p, columns * (gated ? 2 : 1), of_block, parts);
-  if (dtype == kF16 && !norm_weight) run_columns<fp16, false>(p, of_block, stream);
+  const bool norms = norm_weight || squares || next_gain;
+  if (dtype == kF16 && !norms) run_columns<fp16, false>(p, of_block, stream);
   else if (dtype != kBF16) throw std::invalid_argument("decode_linear: expected bfloat16, or float16 without a norm");
   else if (norm_weight) run_columns<bf16, true>(p, of_block, stream);
   else run_columns<bf16, false>(p, of_block, stream);
 }
 
-void decode_qkv(Address x, Address weight, Address norm_weight, Address slots, Address positions, Address q,
-                Address k_cache, Address v_cache, double eps, double theta, int n, int k, int q_heads, int heads,
-                int width, int page_size, int64_t slots_there, int64_t x_n, int64_t weight_n,
+void decode_qkv(Address x, Address weight, Address norm_weight, Address squares, Address slots, Address positions,
+                Address q, Address k_cache, Address v_cache, double eps, double theta, int n, int k, int q_heads,
+                int heads, int width, int page_size, int partial, int64_t slots_there, int64_t x_n, int64_t weight_n,
                 std::array<int64_t, 6> to, bool prefetch, int parts, int positions_dtype, Address stream) {
   const int columns = (q_heads + 2 * heads) * width;
-  Linear p = linear(x, weight, norm_weight, q, eps, n, k, columns, x_n, weight_n, prefetch);
+  Linear p = linear(x, weight, norm_weight, squares, q, eps, n, k, columns, partial, x_n, weight_n, prefetch);
   p.slots = pointer<int64_t>(slots), p.positions = pointer<void>(positions), p.positions_dtype = positions_dtype;
   p.k_cache = {pointer<void>(k_cache), to[0], to[1], to[2]}, p.v_cache = {pointer<void>(v_cache), to[3], to[4], to[5]};
   p.slots_there = slots_there, p.page_size = Divisor(page_size), p.q_heads = q_heads, p.heads = heads;
   p.log2_step = log2_step(theta, width / 2);
-  if (choose(p, columns, width, parts) == 64) run_rows<bf16, 64, true, true>(p, stream);
-  else run_rows<bf16, 128, true, true>(p, stream);
+  choose(p, columns, width, parts);
+  if (norm_weight) width == 64 ? run_rows<bf16, 64, true, true>(p, stream) : run_rows<bf16, 128, true, true>(p, stream);
+  else width == 64 ? run_rows<bf16, 64, false, true>(p, stream) : run_rows<bf16, 128, false, true>(p, stream);
 }
 
 }  // namespace mor
