@@ -42,6 +42,7 @@ struct Linear {
   const float* squares;  // (n, partial): of the rows that x was before it was multiplied by gains
   float* next_squares;
   int64_t x_n, weight_n, residual_n;
+  int64_t further_column, second_half, further_row;  // bytes, see Copier; here they take no registers
   int n, k, columns;        // columns of y
   int chunks, each, parts;  // of K: chunks, those of a part, and parts
   int partial;
@@ -67,6 +68,7 @@ struct Setting {
   static constexpr int kAcross = std::min(N / 16, C == 128 ? 2 : 4);  // warps side by side over the rows of x
   static constexpr int kAlong = std::min(kWarps / kAcross, C / 16);   // and over the columns
   static constexpr int kTall = C / 16 / kAlong, kPairs = N / 16 / kAcross;  // tiles of 16 that a warp has
+  static constexpr int kUnrolled = H && kTall * kPairs > 4 ? 2 : 4;  // steps; heads take registers meanwhile
   static constexpr int kStageBytes = (C + N + G) * kLine;
   static constexpr int kStages = std::min(kRing / kStageBytes, 8);
   static constexpr int kPitch = C + 4;  // of sums; behind a row's, its sum of squares
@@ -83,14 +85,13 @@ struct Copier {
   static constexpr int kUnits = kLine / 16, kTogether = kThreads / kUnits;
   static constexpr int kColumnCopies = C::kColumns / kTogether, kRowCopies = ceil_div(C::kRows, kTogether);
   static constexpr int kFirst = std::max(kColumnCopies / 2, 1);  // copies of gates, or of the first half
-  const char *weight, *x, *gain;  // the thread's, of its first row
-  int64_t further_column, second_half, further_row;  // bytes to the next copy's, and from the first half's to the other
-  int second_columns;                   // by how many columns the second half is further: none from gates to values
+  static constexpr int kHalf = C::kColumns / 2;
+  const Linear& p;  // bytes to the next copy's rows, and from the first half's to the other
+  const char *weight, *x, *gain;        // the thread's, of its first row
   int row, k, columns_left, rows_left;  // from the thread's first on
   unsigned to;
 
-  __device__ __forceinline__ Copier(const Linear& p, int tile, char* memory) {
-    constexpr int kHalf = C::kColumns / 2;
+  __device__ __forceinline__ Copier(const Linear& p, int tile, char* memory) : p(p) {
     const int unit = threadIdx.x % kUnits;
     row = threadIdx.x / kUnits;
     to = shared_address(memory) + row * kLine + (unit ^ row % kUnits) * 16;
@@ -100,10 +101,8 @@ struct Copier {
     if (p.gated && row >= kHalf) first += p.columns;
     const int offset = unit * 16;
     weight = static_cast<const char*>(p.weight) + first * line + offset;
-    further_column = kTogether * line;
-    second_half = (p.gated ? p.columns : kHalf) * line, second_columns = p.gated ? 0 : kHalf;
     const int nth = blockIdx.y * C::kRows + row;
-    rows_left = p.n - nth, further_row = kTogether * p.x_n * sizeof(T);
+    rows_left = p.n - nth;
     x = static_cast<const char*>(p.x) + nth * p.x_n * sizeof(T) + offset;
     gain = static_cast<const char*>(p.gain) + offset;
     k = p.k - unit * kWide<T>;
@@ -127,7 +126,7 @@ struct Copier {
     for (int i = 0; i < kRowCopies; ++i) {
       const bool there = inside && i * kTogether < rows_left;
       if (C::kRows >= kTogether || row < C::kRows)
-        copy_async_or_clear(stage + i * kTogether * kLine, x + at + i * further_row, there);
+        copy_async_or_clear(stage + i * kTogether * kLine, x + at + i * p.further_row, there);
     }
   }
 
@@ -143,11 +142,11 @@ struct Copier {
 
  private:
   __device__ __forceinline__ int64_t column(int i) const {
-    return i % kFirst * further_column + (i < kFirst ? 0 : second_half);
+    return i % kFirst * p.further_column + (i < kFirst ? 0 : p.second_half);
   }
 
-  __device__ __forceinline__ bool there(int i) const {
-    return i % kFirst * kTogether + (i < kFirst ? 0 : second_columns) < columns_left;
+  __device__ __forceinline__ bool there(int i) const {  // from gates to values no column is further
+    return i % kFirst * kTogether + (i < kFirst || p.gated ? 0 : kHalf) < columns_left;
   }
 };
 
@@ -163,9 +162,10 @@ struct Sums {
   __device__ __forceinline__ explicit Sums(const char* memory) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     along = warp / C::kAcross, across = warp % C::kAcross;
-    const unsigned of_lane = shared_address(memory) + lane % 16 * kLine + (lane / 16 ^ lane % 8) * 16;
-    columns = of_lane + along * C::kTall * 16 * kLine;
-    rows = of_lane + (C::kColumns + across * C::kPairs * 16) * kLine;
+    const unsigned first = shared_address(memory);
+    columns = first + (along * C::kTall * 16 + lane % 16) * kLine + (lane / 16 ^ lane % 8) * 16;
+    const int row = C::kColumns + across * C::kPairs * 16 + lane / 16 * 8 + lane % 8;
+    rows = first + row * kLine + (lane / 8 % 2 ^ lane % 8) * 16;
   }
 
   // Warps that nothing is left for only copy.
@@ -173,29 +173,33 @@ struct Sums {
 
   __device__ __forceinline__ void add(const char* memory, int slot) {
     const char* gains = memory + slot * C::kStageBytes + (C::kColumns + C::kRows) * kLine + threadIdx.x % 4 * 4;
-#pragma unroll
+#pragma unroll C::kUnrolled
     for (int step = 0; step < kChunk / 16; ++step) {
       unsigned w[C::kTall][4], gain[2];
+      const unsigned of_columns = (columns + slot * C::kStageBytes) ^ step * 32;
+      const unsigned of_rows = (rows + slot * C::kStageBytes) ^ step * 32;
 #pragma unroll
-      for (int i = 0; i < C::kTall; ++i)
-        load_matrices(w[i], (columns + slot * C::kStageBytes + i * 16 * kLine) ^ step * 32);
+      for (int i = 0; i < C::kTall; ++i) load_matrices(w[i], of_columns + i * 16 * kLine);
       if constexpr (C::kNorm) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) gain[i] = *reinterpret_cast<const unsigned*>(gains + step * 32 + i * 16);
       }
 #pragma unroll
       for (int pair = 0; pair < C::kPairs; ++pair) {
-        unsigned x[4];  // of rows g, g + 8, and of the next 8 of K
-        load_matrices(x, (rows + slot * C::kStageBytes + pair * 16 * kLine) ^ step * 32);
+        unsigned x[4];  // of row g, 8 of K and the next 8, and of row g + 8: pairs of registers, as an instruction has
+        load_matrices(x, of_rows + pair * 16 * kLine);
         if constexpr (C::kNorm) {
-          if (pair == along) multiply_add<T>(squares[0], x, x[0], x[2]), multiply_add<T>(squares[1], x, x[1], x[3]);
+          if (pair == along) {
+            const unsigned tall[4] = {x[0], x[2], x[1], x[3]};
+            multiply_add<T>(squares[0], tall, x[0], x[1]), multiply_add<T>(squares[1], tall, x[2], x[3]);
+          }
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[i] = multiply_pairs<T>(x[i], gain[i / 2]);
+          for (int i = 0; i < 4; ++i) x[i] = multiply_pairs<T>(x[i], gain[i % 2]);
         }
 #pragma unroll
         for (int i = 0; i < C::kTall; ++i) {
-          multiply_add<T>(acc[i][2 * pair], w[i], x[0], x[2]);
-          multiply_add<T>(acc[i][2 * pair + 1], w[i], x[1], x[3]);
+          multiply_add<T>(acc[i][2 * pair], w[i], x[0], x[1]);
+          multiply_add<T>(acc[i][2 * pair + 1], w[i], x[2], x[3]);
         }
       }
     }
@@ -458,6 +462,9 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
 
 template <class C>
 void run(Linear p, Address stream) {
+  const int64_t line = p.weight_n * sizeof(typename C::Number);
+  p.further_column = Copier<C>::kTogether * line, p.second_half = (p.gated ? p.columns : C::kColumns / 2) * line;
+  p.further_row = Copier<C>::kTogether * p.x_n * sizeof(typename C::Number);
   p.behind = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
   const auto set = [](cudaFuncAttribute attribute, int value) {
     check(cudaFuncSetAttribute(decode_linear_kernel<C>, attribute, value), "decode_linear");
