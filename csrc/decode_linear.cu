@@ -228,10 +228,12 @@ struct Sums {
 template <class C>
 struct Unit {
   using T = typename C::Number;
+  static constexpr int kAhead = 4;  // parts
   static constexpr int kHalf = C::kColumns / 2, kUnits = C::kColumns / kUnit;  // of a row
   int nth, row, column, of_y;  // the row's number in the tile and of all; the column in a half, and of y
   bool there, second;          // of two
   Pack<T, kUnit> residual, next_gain;
+  float4 x[kAhead];
   int64_t slot, position;
 
   __device__ __forceinline__ Unit(const Linear& p, int tile, int first_row, int unit, int end) : there(unit < end) {
@@ -252,31 +254,33 @@ struct Unit {
 
   __device__ __forceinline__ static bool paired(const Linear& p) { return C::kHeads || p.gated; }
 
+  // What the first parts have, without waiting for it.
+  __device__ __forceinline__ void request(const Linear& p, unsigned sums) {
+#pragma unroll
+    for (int part = 0; part < kAhead; ++part) x[part] = load_of_cluster4(own(sums), part, there && part < p.parts);
+  }
+
   // From all parts, in their order.
   __device__ __forceinline__ void add_up(const Linear& p, unsigned sums, const float* rstds, float (&y)[kUnit]) const {
-    const unsigned of_row = sums + nth * C::kPitch * 4, own = of_row + (column + (second ? kHalf : 0)) * 4;
-    float4 x[kMostParts];
+    float4 others[kMostParts - kAhead];
     float of_part[kMostParts], squares = 0.0f;
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
       const bool read = there && part < p.parts;
-      x[part] = load_of_cluster4(own, part, read);
-      if (C::kNorm) of_part[part] = load_of_cluster(of_row + C::kColumns * 4, part, read);
+      if (part >= kAhead) others[part - kAhead] = load_of_cluster4(own(sums), part, read);
+      if (C::kNorm) of_part[part] = load_of_cluster(sums + (nth * C::kPitch + C::kColumns) * 4, part, read);
     }
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
-      y[0] += x[part].x, y[1] += x[part].y, y[2] += x[part].z, y[3] += x[part].w;
+      const float4& of = part < kAhead ? x[part] : others[part - kAhead];
+      y[0] += of.x, y[1] += of.y, y[2] += of.z, y[3] += of.w;
       if (C::kNorm) squares += of_part[part];
     }
-    if constexpr (C::kNorm) {
-      const float rstd = rsqrtf(squares * p.of_k + p.eps);
+    float rstd = 1.0f;
+    if constexpr (C::kNorm) rstd = rsqrtf(squares * p.of_k + p.eps);
+    else if (p.squares && there) rstd = rstds[nth];
 #pragma unroll
-      for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
-    } else if (p.squares && there) {
-      const float rstd = rstds[nth];
-#pragma unroll
-      for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
-    }
+    for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
   }
 
   // By all lanes of a warp.
@@ -301,6 +305,10 @@ struct Unit {
   }
 
  private:
+  __device__ __forceinline__ unsigned own(unsigned sums) const {
+    return sums + (nth * C::kPitch + column + (second ? kHalf : 0)) * 4;
+  }
+
   __device__ __forceinline__ void load(const Linear& p, const T* from, Pack<T, kUnit>& to) const {
     if (p.wide) {
       if (of_y < p.columns) to = *reinterpret_cast<const Pack<T, kUnit>*>(from + of_y);
@@ -449,12 +457,16 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   if (sums.works()) sums.leave(reinterpret_cast<float*>(memory));
   arrive_in_cluster();
   await_cluster();
+  // What the next unit is added up from is under way while one is finished.
+  const auto left = [&] { return unit / kWarp * kWarp < end; };
+  if (left()) next.request(p, shared_address(memory));
 #pragma unroll 1
-  for (; unit / kWarp * kWarp < end; unit += kThreads) {
+  while (left()) {
     Unit<C> own = next;
+    unit += kThreads;
+    if (left()) next = Unit<C>(p, tile, first_row, unit, end), next.request(p, shared_address(memory));
     float y[kUnit]{};
     own.add_up(p, shared_address(memory), rstd, y);
-    next = Unit<C>(p, tile, first_row, unit + kThreads, end);
     own.finish(p, tile, y, frequencies);
   }
   end_together();  // what others read stays until they have
