@@ -24,7 +24,8 @@ namespace {
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kChunk = 64;         // of K, that is copied and multiplied at once
 constexpr int kLine = 2 * kChunk;  // bytes of it, of a row
-constexpr int kRing = 98 * 1024;   // bytes of chunks: the next kernel's blocks have theirs beside them
+constexpr int kRing = 98 * 1024;   // bytes of chunks, unless the caller says: the next kernel's blocks have theirs, too
+constexpr int kMostStages = 8;     // chunks there at once
 constexpr int kMostParts = 8;      // blocks of a cluster, which every Hopper GPU can launch
 constexpr int kUnit = 4;           // columns that a thread writes at once
 constexpr int kOfSquares = 32;     // columns of y whose squares are summed up
@@ -45,7 +46,7 @@ struct Linear {
   int64_t further_column, second_half, further_row;  // bytes, see Copier; here they take no registers
   int n, k, columns;        // columns of y
   int chunks, each, parts;  // of K: chunks, those of a part, and parts
-  int partial;
+  int partial, room, stages;  // bytes of the ring; chunks in it
   bool gated, prefetch, wide;
   float of_k, eps;  // 1 / k
   // where y is heads
@@ -70,7 +71,6 @@ struct Setting {
   static constexpr int kTall = C / 16 / kAlong, kPairs = N / 16 / kAcross;  // tiles of 16 that a warp has
   static constexpr int kUnrolled = H && kTall * kPairs > 4 ? 2 : 4;  // steps; heads take registers meanwhile
   static constexpr int kStageBytes = (C + N + G) * kLine;
-  static constexpr int kStages = std::min(kRing / kStageBytes, 8);
   static constexpr int kPitch = C + 4;  // of sums; behind a row's, its sum of squares
   static constexpr int kSumBytes = N * kPitch * 4;
   static constexpr int kRstdBytes = G ? 0 : N * 4, kBehind = kRstdBytes + (H ? sizeof(Frequencies) : 0);
@@ -382,6 +382,21 @@ struct Unit {
   }
 };
 
+// Until no more than the last `groups` groups of the thread's copies are under way.
+__device__ __forceinline__ void await_all_but(int groups) {
+  static_assert(kMostStages == 8);
+  switch (groups) {
+    case 7: return await_groups<7>();
+    case 6: return await_groups<6>();
+    case 5: return await_groups<5>();
+    case 4: return await_groups<4>();
+    case 3: return await_groups<3>();
+    case 2: return await_groups<2>();
+    case 1: return await_groups<1>();
+    default: await_groups<0>();
+  }
+}
+
 // rstd of rows first to end of a tile, from the sums of their squares.
 __device__ __forceinline__ void fill_rstd(const Linear& p, int first_row, int first, int end, float* rstd) {
   const int nth_sum = threadIdx.x % kOfRow;
@@ -405,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   const int tile = blockIdx.x / p.parts, part = blockIdx.x - tile * p.parts, first_row = blockIdx.y * C::kRows;
   const int first = part * p.each, chunks = min(p.each, p.chunks - first);
   const Copier<C> copier(p, tile, memory);
-  const int at_once = min(chunks, C::kStages);
+  const int at_once = min(chunks, p.stages);
   if (p.prefetch) {
 #pragma unroll 1
     for (int chunk = 0; chunk < at_once; ++chunk) copier.columns(first + chunk, chunk);
@@ -421,7 +436,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   await_previous();
   let_next_begin();
 #pragma unroll 1
-  for (int chunk = 0; chunk < C::kStages; ++chunk) {
+  for (int chunk = 0; chunk < p.stages; ++chunk) {
     if (chunk < at_once) {
       if (!p.prefetch) copier.columns(first + chunk, chunk);
       copier.rows(first + chunk, chunk);
@@ -441,16 +456,15 @@ __global__ void __launch_bounds__(kThreads, 2) decode_linear_kernel(const __grid
   int slot = 0;
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (chunk == 0) await_groups<C::kStages - 1>();
-    else await_groups<C::kStages - 2>();
+    await_all_but(chunk ? p.stages - 2 : p.stages - 1);
     __syncthreads();
     if (chunk) {
-      const int further = chunk - 1 + C::kStages, free = slot ? slot - 1 : C::kStages - 1;  // where the one before was
+      const int further = chunk - 1 + p.stages, free = slot ? slot - 1 : p.stages - 1;  // where the one before was
       if (further < chunks) copier.columns(first + further, free), copier.rows(first + further, free);
       end_group();
     }
     if (sums.works()) sums.add(memory, slot);
-    slot = slot + 1 == C::kStages ? 0 : slot + 1;
+    slot = slot + 1 == p.stages ? 0 : slot + 1;
   }
 
   __syncthreads();
@@ -477,11 +491,16 @@ void run(Linear p, Address stream) {
   const int64_t line = p.weight_n * sizeof(typename C::Number);
   p.further_column = Copier<C>::kTogether * line, p.second_half = (p.gated ? p.columns : C::kColumns / 2) * line;
   p.further_row = Copier<C>::kTogether * p.x_n * sizeof(typename C::Number);
-  p.behind = std::max(std::min(p.each, C::kStages) * C::kStageBytes, C::kSumBytes);
+  // Two at least, where one is filled while the other is multiplied. What was asked for is taken whole: if it is more
+  // than half of what a multiprocessor has, none gets two blocks of this launch while another gets none.
+  const int ring = p.room ? p.room : kRing;
+  p.stages = std::min(p.each, std::clamp(ring / C::kStageBytes, 2, kMostStages));
+  p.behind = std::max({p.stages * C::kStageBytes, C::kSumBytes, p.room / 128 * 128});
   const auto set = [](cudaFuncAttribute attribute, int value) {
     check(cudaFuncSetAttribute(decode_linear_kernel<C>, attribute, value), "decode_linear");
   };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, std::max(C::kStages * C::kStageBytes, C::kSumBytes) + C::kBehind);
+  constexpr int kMost = std::max(std::min(kRing / C::kStageBytes, kMostStages) * C::kStageBytes, C::kSumBytes);
+  set(cudaFuncAttributeMaxDynamicSharedMemorySize, std::max(p.behind, kMost) + C::kBehind);
   // or blocks of the next kernel, for which it is divided otherwise, couldn't be where this one's still are
   set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   const int tiles = ceil_div(p.columns, p.gated ? C::kColumns / 2 : C::kColumns);
@@ -551,12 +570,13 @@ void run_columns(const Linear& p, int columns, Address stream) {
 void decode_linear(Address x, Address weight, Address norm_weight, Address squares, Address residual, Address next_gain,
                    Address out, Address scaled, Address next_squares, double eps, int n, int k, int columns,
                    int partial, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
-                   int of_block, int parts, int dtype, Address stream) {
+                   int of_block, int parts, int room, int dtype, Address stream) {
   Linear p = linear(x, weight, norm_weight, squares, out, eps, n, k, columns, partial, x_n, weight_n, prefetch);
   p.residual = pointer<void>(residual), p.residual_n = residual_n, p.gated = gated;
   p.next_gain = pointer<void>(next_gain), p.scaled = pointer<void>(scaled);
   p.next_squares = pointer<float>(next_squares);
   p.wide = columns % kUnit == 0 && residual % 8 == 0 && residual_n % kUnit == 0 && next_gain % 8 == 0;
+  p.room = room * 1024;
   of_block = choose(p, columns * (gated ? 2 : 1), of_block, parts);
   const bool norms = norm_weight || squares || next_gain;
   if (dtype == kF16 && !norms) run_columns<fp16, false>(p, of_block, stream);
@@ -568,13 +588,14 @@ void decode_linear(Address x, Address weight, Address norm_weight, Address squar
 void decode_qkv(Address x, Address weight, Address norm_weight, Address squares, Address slots, Address positions,
                 Address q, Address k_cache, Address v_cache, double eps, double theta, int n, int k, int q_heads,
                 int heads, int width, int page_size, int partial, int64_t slots_there, int64_t x_n, int64_t weight_n,
-                std::array<int64_t, 6> to, bool prefetch, int parts, int positions_dtype, Address stream) {
+                std::array<int64_t, 6> to, bool prefetch, int parts, int room, int positions_dtype, Address stream) {
   const int columns = (q_heads + 2 * heads) * width;
   Linear p = linear(x, weight, norm_weight, squares, q, eps, n, k, columns, partial, x_n, weight_n, prefetch);
   p.slots = pointer<int64_t>(slots), p.positions = pointer<void>(positions), p.positions_dtype = positions_dtype;
   p.k_cache = {pointer<void>(k_cache), to[0], to[1], to[2]}, p.v_cache = {pointer<void>(v_cache), to[3], to[4], to[5]};
   p.slots_there = slots_there, p.page_size = Divisor(page_size), p.q_heads = q_heads, p.heads = heads;
   p.log2_step = log2_step(theta, width / 2);
+  p.room = room * 1024;
   choose(p, columns, width, parts);
   if (norm_weight) width == 64 ? run_rows<bf16, 64, true, true>(p, stream) : run_rows<bf16, 128, true, true>(p, stream);
   else width == 64 ? run_rows<bf16, 64, false, true>(p, stream) : run_rows<bf16, 128, false, true>(p, stream);

@@ -16,11 +16,11 @@ from mor_kernels import ops
 from reference import ops as reference
 from tests import strategies as s
 
-PLANS = [(0, 0), (32, 1), (32, 4), (64, 2), (64, 8), (128, 1), (128, 3)]
+PLANS = [(0, 0, 0), (32, 1, 0), (32, 4, 0), (64, 2, 40), (64, 8, 0), (128, 1, 0), (128, 3, 120)]
 
 
 def planned(backend, plan):
-    """The CUDA kernel's rows of the weight and parts of K; (0, 0) leaves them to the launcher."""
+    """The CUDA kernel's rows of the weight, parts of K, and KB of shared memory; zeros leave them to the launcher."""
     if backend != "cuda":
         return contextlib.nullcontext()
     ops.decode_linear(*[torch.zeros(0, 8, dtype=torch.float16, device=s.DEVICES[-1])] * 2, backend="cuda")  # imports it
@@ -112,8 +112,9 @@ def test_equals_reference(
 @s.targets("decode_linear")
 @pytest.mark.parametrize(
     ("n", "width", "columns", "gated", "plan"),
-    [(130, 136, 33, False, (0, 0)), (65, 200, 40, True, (64, 2)), (40, 968, 67, True, (128, 1)), (9, 1288, 70, False,
-     (32, 1)), (100, 1288, 30, False, (128, 2)), (33, 520, 130, False, (64, 7))],
+    [(130, 136, 33, False, (0, 0, 0)), (65, 200, 40, True, (64, 2, 0)), (40, 968, 67, True, (128, 1, 0)), (9, 1288,
+     70, False, (32, 1, 20)), (100, 1288, 30, False, (128, 2, 0)), (33, 520, 130, False, (64, 7, 0)), (100, 1288, 30,
+     False, (128, 2, 160)), (20, 968, 30, False, (64, 1, 98))],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_many_rows_and_long_ones(device, backend, n, width, columns, gated, plan):

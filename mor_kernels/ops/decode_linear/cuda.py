@@ -8,7 +8,9 @@ from ... import _C
 from .._cuda import index_code, launch
 from .eager import OF_SQUARES
 
-PLAN = (0, 0)  # rows of the weight that a block has, and parts of K; 0: as the launcher chooses
+# Rows of the weight that a block has, parts of K, and KB of shared memory for what a block has of both; 0: as the launcher
+# chooses.
+PLAN = (0, 0, 0)
 
 
 def decode_linear(x, weight, norm_weight, squares, eps, residual, next_norm_weight, gated, prefetch):
@@ -37,7 +39,7 @@ def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm
             _C.decode_qkv, x, weight, _contiguous(norm_weight), _contiguous(squares), slots.contiguous(), positions, q,
             k_cache, v_cache, eps, theta, n, x.shape[1], heads, groups, width, max(page_size, 1), _partial(squares),
             pages * page_size, x.stride(0), weight.stride(0), (*k_cache.stride()[:3], *v_cache.stride()[:3]), prefetch,
-            PLAN[1], code,
+            *PLAN[1:], code,
         )  # fmt: skip
     return q
 
