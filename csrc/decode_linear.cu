@@ -283,22 +283,36 @@ struct Unit {
     for (int e = 0; e < kUnit; ++e) y[e] *= rstd;
   }
 
-  // By all lanes of a warp.
+  // By all lanes of a warp. Where two lanes have what belongs together, each works out half of both's columns.
   __device__ __forceinline__ void finish(const Linear& p, int tile, float (&y)[kUnit], const Frequencies* frequencies) {
-    float a[kUnit], b[kUnit];
+    constexpr int kOwn = kUnit / 2;
+    float a[kOwn], b[kOwn];
     if (paired(p)) {
 #pragma unroll
-      for (int e = 0; e < kUnit; ++e) {
-        const float other = __shfl_xor_sync(kAll, y[e], 1);
-        a[e] = second ? other : y[e], b[e] = second ? y[e] : other;
+      for (int e = 0; e < kOwn; ++e) {
+        const float other = __shfl_xor_sync(kAll, second ? y[e] : y[kOwn + e], 1);
+        a[e] = second ? other : y[e], b[e] = second ? y[kOwn + e] : other;
       }
     }
     if constexpr (C::kHeads) {
-      if (there) write_head(p, tile, a, b, *frequencies);
-    } else {
-      if (p.gated) {
+      if (there && tile < p.q_heads + p.heads) {
+        float cos[kOwn], sin[kOwn];
+        angles(*frequencies, p.log2_step, column + (second ? kOwn : 0), position, cos, sin);
+        turn_pairs(cos, sin, a, b);
+      }
 #pragma unroll
-        for (int e = 0; e < kUnit; ++e) y[e] = a[e] * activate(a[e], kSigmoid) * b[e];
+      for (int e = 0; e < kOwn; ++e) {
+        const float other = __shfl_xor_sync(kAll, second ? a[e] : b[e], 1);
+        y[e] = second ? other : a[e], y[kOwn + e] = second ? b[e] : other;
+      }
+      if (there) write_head(p, tile, y);
+    } else {
+      if (p.gated) {  // the first lane has all of it, and writes
+#pragma unroll
+        for (int e = 0; e < kOwn; ++e) {
+          y[e] = a[e] * activate(a[e], kSigmoid) * b[e];
+          y[kOwn + e] = __shfl_xor_sync(kAll, y[e], 1);
+        }
       }
       write(p, y, there && !second);
     }
@@ -353,14 +367,8 @@ struct Unit {
   }
 
   // Tile h is head h of the queries, then the keys, then the values.
-  __device__ __forceinline__ void write_head(const Linear& p, int tile, float (&a)[kUnit], float (&b)[kUnit],
-                                             const Frequencies& frequencies) const {
+  __device__ __forceinline__ void write_head(const Linear& p, int tile, const float (&y)[kUnit]) const {
     int head = tile;
-    if (head < p.q_heads + p.heads) {
-      float cos[kUnit], sin[kUnit];
-      angles(frequencies, p.log2_step, column, position, cos, sin);
-      turn_pairs(cos, sin, a, b);
-    }
     T* to;
     if (head < p.q_heads) {
       to = static_cast<T*>(p.out) + (int64_t(row) * p.q_heads + head) * C::kColumns;
@@ -373,7 +381,7 @@ struct Unit {
       to = static_cast<T*>(cache.x) + page * cache.page + (slot - page * p.page_size.divisor) * cache.slot +
            head * cache.head;
     }
-    if (second) store(to + column + kHalf, b); else store(to + column, a);
+    store(to + column + (second ? kHalf : 0), y);
   }
 
   __device__ __forceinline__ static void store(T* to, const float (&y)[kUnit]) {
