@@ -407,18 +407,23 @@ __device__ __forceinline__ void await_all_but(int groups) {
 
 // rstd of rows first to end of a tile, from the sums of their squares.
 __device__ __forceinline__ void fill_rstd(const Linear& p, int first_row, int first, int end, float* rstd) {
-  const int nth_sum = threadIdx.x % kOfRow;
+  constexpr int kTogether = 8;  // sums that are under way
 #pragma unroll 1
   for (int of_warp = first + threadIdx.x / kWarp * (kWarp / kOfRow); of_warp < end; of_warp += kThreads / kOfRow) {
     const int nth = of_warp + threadIdx.x % kWarp / kOfRow;
-    const float* from = p.squares + int64_t(first_row + nth) * p.partial;
+    const float* from = p.squares + int64_t(first_row + min(nth, end - 1)) * p.partial;
     float sum = 0.0f;
-#pragma unroll 4
-    for (int i = nth_sum; i < p.partial; i += kOfRow)
-      if (nth < end) sum += from[i];
+#pragma unroll 1
+    for (int i = threadIdx.x % kOfRow; i < p.partial; i += kTogether * kOfRow) {
+      float x[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) x[j] = i + j * kOfRow < p.partial ? from[i + j * kOfRow] : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) sum += x[j];
+    }
 #pragma unroll
     for (int step = kOfRow / 2; step; step /= 2) sum += __shfl_xor_sync(kAll, sum, step);
-    if (nth < end && nth_sum == 0) rstd[nth] = rsqrtf(sum * p.of_k + p.eps);
+    if (nth < end && threadIdx.x % kOfRow == 0) rstd[nth] = rsqrtf(sum * p.of_k + p.eps);
   }
 }
 
