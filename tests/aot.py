@@ -201,6 +201,8 @@ def scenarios() -> Iterator[Callable]:
     shapes = (B, 960), (5120, 960), (960,), (1000, 16, 5, 64)
     few, weight, gain, cache = (floats(*shape, dtype=BF16).detach() for shape in shapes)
     yield partial(ops.decode_linear, few, weight, norm_weight=gain, gated=True)
+    yield partial(ops.decode_linear, few, weight[:960], residual=few, next_norm_weight=gain)
+    yield partial(ops.decode_linear, few, weight, squares=whole(B, 30, dtype=torch.float32), gated=True)
     heads = {"heads": 15, "positions": whole(B), "norm_weight": gain}
     yield partial(ops.decode_qkv_, few, weight[:1600], cache, cache, whole(B), **heads)
     q, cache = floats(512, 15, 64, dtype=BF16).detach(), floats(1000, 16, 5, 64, dtype=BF16).detach()

@@ -106,12 +106,20 @@ def linears() -> None:
                 options = {"norm_weight": norm_weight, "prefetch": prefetch, "gated": gated, "backend": BACKEND}
                 ops.decode_linear(x, weight[: (2 if gated else 1) * columns], residual=residual, **options)
         ops.decode_linear(x.half(), weight.half(), backend=BACKEND)
+        after, options = weight[:columns, :1].flatten().contiguous(), {"prefetch": True, "backend": BACKEND}
+        _, scaled, squares = ops.decode_linear(x, weight[:columns], next_norm_weight=after, **options)
+        if columns % 8 == 0:
+            ops.decode_linear(scaled, normal(70, columns, dtype=BF16), squares=squares, **options)
         for head in (64, 128):
             cache = normal(3, 50, 2, head, dtype=BF16)
             slots = torch.arange(n, device="cuda") - 1
             ops.decode_qkv_(
                 x, normal(7 * head, width, dtype=BF16), cache, cache.clone(), slots, heads=3, positions=slots,
                 norm_weight=gain, backend=BACKEND,
+            )  # fmt: skip
+            ops.decode_qkv_(
+                x, normal(7 * head, width, dtype=BF16), cache, cache.clone(), slots, heads=3, positions=slots,
+                squares=torch.ones(n, 11, device="cuda"), backend=BACKEND,
             )  # fmt: skip
 
 

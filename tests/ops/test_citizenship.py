@@ -97,6 +97,11 @@ CASES = {
         [],
         [normal(shape, i, torch.float32) for i, shape in enumerate([(3, 8), (5, 8), (8,), (3, 5)])],
     ),
+    "decode_next": (
+        lambda x, w, q, g: ops.decode_linear(x, w, squares=q, next_norm_weight=g),
+        [],
+        [normal(shape, i, torch.float32).abs() for i, shape in enumerate([(3, 8), (5, 8), (3, 2), (5,)])],
+    ),
     "decode_gated": (
         lambda x, w: ops.decode_linear(x, w, gated=True),
         [],
@@ -398,6 +403,8 @@ def projections(x, weight, gain, down, k_cache, v_cache, slots, positions, backe
         backend=backend,
     )  # fmt: skip
     h = ops.decode_linear(x, weight, norm_weight=gain, gated=True, backend=backend)
+    _, scaled, squares = ops.decode_linear(h, down, residual=x, next_norm_weight=gain, backend=backend)
+    h = ops.decode_linear(scaled, weight, squares=squares, gated=True, backend=backend)
     return q, ops.decode_linear(h, down, residual=x, backend=backend)
 
 
@@ -416,7 +423,7 @@ def test_opcheck_decode_linear_of_each_backend(device, backend):
     for op, args in recorder.calls:
         assert args[-1] == backend
         torch.library.opcheck(op, args)
-    assert len(recorder.calls) == 3
+    assert len(recorder.calls) == 5
 
 
 @targets("decode_linear")

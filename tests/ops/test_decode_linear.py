@@ -16,11 +16,11 @@ from mor_kernels import ops
 from reference import ops as reference
 from tests import strategies as s
 
-PLANS = [(0, 0), (32, 1), (32, 4), (64, 2), (64, 8), (128, 1), (128, 3)]
+PLANS = [(0, 0, 0), (32, 1, 0), (32, 4, 0), (64, 2, 40), (64, 8, 0), (128, 1, 0), (128, 3, 120)]
 
 
 def planned(backend, plan):
-    """The CUDA kernel's rows of the weight and parts of K; (0, 0) leaves them to the launcher."""
+    """The CUDA kernel's rows of the weight, parts of K, and KB of shared memory; zeros leave them to the launcher."""
     if backend != "cuda":
         return contextlib.nullcontext()
     ops.decode_linear(*[torch.zeros(0, 8, dtype=torch.float16, device=s.DEVICES[-1])] * 2, backend="cuda")  # imports it
@@ -112,8 +112,9 @@ def test_equals_reference(
 @s.targets("decode_linear")
 @pytest.mark.parametrize(
     ("n", "width", "columns", "gated", "plan"),
-    [(130, 136, 33, False, (0, 0)), (65, 200, 40, True, (64, 2)), (40, 968, 67, True, (128, 1)), (9, 1288, 70, False,
-     (32, 1)), (100, 1288, 30, False, (128, 2)), (33, 520, 130, False, (64, 7))],
+    [(130, 136, 33, False, (0, 0, 0)), (65, 200, 40, True, (64, 2, 0)), (40, 968, 67, True, (128, 1, 0)), (9, 1288,
+     70, False, (32, 1, 20)), (100, 1288, 30, False, (128, 2, 0)), (33, 520, 130, False, (64, 7, 0)), (100, 1288, 30,
+     False, (128, 2, 160)), (20, 968, 30, False, (64, 1, 98))],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_many_rows_and_long_ones(device, backend, n, width, columns, gated, plan):
@@ -179,6 +180,85 @@ def test_a_row_depends_on_no_other(device, backend, gated):
             break
 
 
+def assert_next(got, gains, *, backend):
+    """y * gains and sums of y's squares are of y as it was rounded; every sum of the same columns."""
+    y, scaled, squares = (t.cpu() for t in got)
+    assert scaled.dtype == y.dtype and scaled.shape == y.shape and scaled.is_contiguous()
+    torch.testing.assert_close(scaled, y * gains, rtol=0, atol=0)
+    n, columns = y.shape
+    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+    assert squares.dtype == wide and squares.shape == (n, -(-columns // 32)) and squares.is_contiguous()
+    want = F.pad(y.double().square(), (0, -columns % 32)).view(n, -(-columns // 32), 32).sum(2)
+    torch.testing.assert_close(squares.double(), want, rtol=32 * torch.finfo(wide).eps, atol=0)
+
+
+@s.targets("decode_linear")
+@given(
+    n=st.sampled_from([0, 1, 2, 17, 33]), width=st.sampled_from([1, 8, 72, 200]),
+    between=st.sampled_from([1, 8, 32, 40, 136, 264]), columns=st.sampled_from([1, 8, 36, 67]), seed=s.seeds,
+    dtype=s.dtypes, added=st.booleans(), gated=st.booleans(), strided=st.booleans(), prefetch=st.booleans(),
+    plan=st.sampled_from(PLANS), next_plan=st.sampled_from(PLANS),
+)  # fmt: skip
+def test_a_norm_of_the_layer_before(
+    device, backend, n, width, between, columns, seed, dtype, added, gated, strided, prefetch, plan, next_plan
+):  # fmt: skip
+    """Two layers with a norm between them, of which the first gives squares and the second divides."""
+    s.assume_served(device, backend, dtype)
+    if backend == "cuda":
+        width, between, dtype = -(-width // 8) * 8, -(-between // 8) * 8, torch.bfloat16
+    first, options = drawn(n, width, between, seed, dtype, False, added, False, strided)
+    gains = (s.normal((between,), seed + 7) / 4 + 1).to(dtype)
+    (_, weight), last = drawn(n, between, columns, seed + 11, dtype, False, added, gated, strided)
+    there, with_ = on(device, first, options | {"next_norm_weight": gains})
+    with planned(backend, plan):
+        got = ops.decode_linear(*there, **with_, prefetch=prefetch, backend=backend)
+        assert torch.equal(got[0], ops.decode_linear(*there, **on(device, (), options)[1], backend=backend))
+    assert_within(got[0], *first, **options, backend=backend)
+    assert_next(got, gains, backend=backend)
+    y, scaled, squares = got
+    (weight_there,), with_ = on(device, (weight,), last | {"squares": squares})
+    with planned(backend, next_plan):
+        z = ops.decode_linear(scaled, weight_there, **with_, prefetch=prefetch, backend=backend)
+    assert_within(z, y.cpu(), weight, gains, **last, backend=backend)
+
+
+@s.targets("decode_linear")
+def test_squares_of_a_row_depend_on_no_other(device, backend):
+    """Nor does what is made of them; how many partial sums there are is up to the caller."""
+    if backend == "triton":
+        pytest.skip("its products are PyTorch's")
+    n, width, columns = 40, 136, 72
+    dtype = torch.bfloat16 if backend == "cuda" else torch.float64
+    gains = s.normal((width,), 9, dtype)
+    (x, weight, more, gains), _ = on(
+        device, (*drawn(n, width, width, 0, dtype, False, False, False, False)[0], s.normal((columns, width), 8, dtype),
+                 gains), {},
+    )  # fmt: skip
+
+    def run(x):
+        y, scaled, squares = ops.decode_linear(x, weight, next_norm_weight=gains, backend=backend)
+        return y, scaled, squares, ops.decode_linear(scaled, more, squares=squares, backend=backend)
+
+    poisoned = torch.full_like(x, torch.nan)
+    poisoned[1::2] = torch.inf
+    poisoned[5], poisoned[26] = x[5], x[26]
+    order = torch.randperm(n)
+    for plan in PLANS:
+        with planned(backend, plan):
+            want, mixed, alone, few = run(x), run(x[order]), run(poisoned), run(x[:9].contiguous())
+        for of_all, of_mixed, of_alone, of_few in zip(want, mixed, alone, few):
+            if backend == "cuda":
+                assert torch.equal(of_mixed, of_all[order]) and torch.equal(of_few, of_all[:9])
+                assert torch.equal(of_alone[[5, 26]], of_all[[5, 26]])
+            else:
+                torch.testing.assert_close(of_alone[[5, 26]], of_all[[5, 26]])
+    _, scaled, squares, y = want
+    for sums in (squares.sum(1, keepdim=True), F.pad(squares, (0, 30))[:, torch.arange(35) // 2]):
+        got = ops.decode_linear(scaled, more, squares=sums, eps=0.5, backend=backend)
+        z = scaled.double() @ more.double().T * (sums.double().sum(1, keepdim=True) / width + 0.5).rsqrt()
+        torch.testing.assert_close(got.double(), z, rtol=2**-7, atol=2**-7)
+
+
 @s.targets("decode_linear")
 def test_large_and_small_rows(device, backend):
     """Squares of the largest rows don't overflow, a row of zeros is its residual, and eps counts for small ones."""
@@ -215,6 +295,9 @@ def test_what_the_kernel_refuses(device, backend):
         between = "triton" if device == "cuda" else "eager"
         cpu, options = on("cpu", arguments, options)
         assert_within(got, *cpu, **options, backend=between)
+    for options in ({"squares": torch.ones(5, 1, device=device)}, {"next_norm_weight": x[0, :5].half()}):
+        with pytest.raises(RuntimeError, match="float16 has no room"):
+            ops.decode_linear(x.half(), weight.half(), **options, backend=backend)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -223,13 +306,16 @@ def test_what_the_kernel_refuses(device, backend):
 def test_a_chain_in_a_cuda_graph(backend, prefetch):
     """Each reads what the one before wrote, and begins before that is over; nothing waits for the host."""
     n, width, layers = 40, 512, 12
+    options = {"prefetch": prefetch, "backend": backend}
     weights = [(s.normal((width, width), i, torch.bfloat16) / width**0.5).cuda() for i in range(layers)]
     gain = torch.ones(width, dtype=torch.bfloat16, device="cuda")
 
     def chain(x):
         for weight in weights:
-            h = ops.decode_linear(x, weight, norm_weight=gain, prefetch=prefetch, backend=backend)
-            x = ops.decode_linear(h, weight, residual=x, prefetch=prefetch, backend=backend)
+            h = ops.decode_linear(x, weight, norm_weight=gain, **options)
+            x, scaled, squares = ops.decode_linear(h, weight, residual=x, next_norm_weight=gain, **options)
+            h = ops.decode_linear(scaled, weight, squares=squares, **options)
+            x = ops.decode_linear(h, weight, residual=x, **options)
         return x
 
     x = s.normal((n, width), 99, torch.bfloat16).cuda()
@@ -263,12 +349,12 @@ def paged(n, pages, page_size, groups, width, seed, dtype, strided):
 @given(
     n=st.sampled_from([0, 1, 3, 17, 33]), width=st.sampled_from([8, 72, 200]), counts=st.sampled_from([(1, 1), (3, 2)]),
     of_head=st.sampled_from([2, 6, 64, 128]), seed=s.seeds, dtype=s.dtypes, strided=st.booleans(),
-    prefetch=st.booleans(), short=st.booleans(), plan=st.sampled_from(PLANS),
+    prefetch=st.booleans(), short=st.booleans(), before=st.booleans(), plan=st.sampled_from(PLANS),
 )  # fmt: skip
 def test_heads_are_turned_and_appended(
-    device, backend, n, width, counts, of_head, seed, dtype, strided, prefetch, short, plan
+    device, backend, n, width, counts, of_head, seed, dtype, strided, prefetch, short, before, plan
 ):  # fmt: skip
-    """Into caches whose other slots stay as they were to the bit."""
+    """Into caches whose other slots stay as they were to the bit; with the norm's squares from ``before``, or not."""
     s.assume_served(device, backend, dtype)
     if backend == "cuda":
         of_head, dtype = max(of_head, 64), torch.bfloat16
@@ -279,7 +365,14 @@ def test_heads_are_turned_and_appended(
     positions = torch.randint(0, 3000, (n,), generator=torch.Generator().manual_seed(seed))
     if short:
         positions = positions.int()
-    (x_there, *there), with_ = on(device, (x, weight, *caches, slots), options | {"positions": positions})
+    of_norm = dict(options)
+    multiplied = x
+    if before:
+        multiplied = x * of_norm.pop("norm_weight")
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        of_norm["squares"] = x.to(wide).square()
+    moved = on(device, (multiplied, weight, *caches, slots), of_norm | {"positions": positions})
+    (x_there, *there), with_ = moved
     with planned(backend, plan):
         got = ops.decode_qkv_(x_there, *there, heads=heads, **with_, prefetch=prefetch, backend=backend)
     y, delta = exactly(x, weight, **options, between=backend == "triton")

@@ -264,10 +264,29 @@ BAD = [
     (lambda: linear(weight=X[0].to("meta")), "decode_linear: weight: expected device cpu, got meta"),
     (lambda: linear(weight=X[0], gated=True), "decode_linear: weight: expected an even number of rows, .*, got 5"),
     (lambda: linear(norm_weight=W[:3]), r"decode_linear: norm_weight: expected shape \(4\), got \(3\)"),
+    (
+        lambda: linear(norm_weight=W, squares=X[0]),
+        "decode_linear: squares: expected None beside norm_weight, got a tensor",
+    ),
+    (lambda: linear(squares=X[0, :3]), r"decode_linear: squares: expected shape \(5, P\), got \(3, 4\)"),
+    (lambda: linear(squares=X[0, :, :0]), "decode_linear: squares: expected at least one column, got 0"),
+    (lambda: linear(squares=X[0].half()), "decode_linear: squares: expected dtype float32, got torch.float16"),
+    (lambda: linear(next_norm_weight=W), r"decode_linear: next_norm_weight: expected shape \(2\), got \(4\)"),
+    (lambda: linear(next_norm_weight=W[:2].half()), "decode_linear: next_norm_weight: expected the dtype of x, .*"),
+    (
+        lambda: linear(next_norm_weight=W[:1], gated=True),
+        "decode_linear: next_norm_weight: expected None beside gated, got a tensor",
+    ),
     (lambda: linear(residual=X[0]), r"decode_linear: residual: expected shape \(5, 2\), got \(5, 4\)"),
     (lambda: linear(residual=X[0], gated=True), r"decode_linear: residual: expected shape \(5, 1\), got"),
     (lambda: to_heads(heads=0), "decode_qkv_: heads: expected a whole number of at least 1, got 0"),
     (lambda: to_heads(heads=4), r"decode_qkv_: weight: expected shape \(32, 4\), got \(28, 4\)"),
+    (lambda: to_heads(norm_weight=None), "decode_qkv_: norm_weight: expected a tensor, got NoneType"),
+    (lambda: to_heads(squares=X[0]), "decode_qkv_: squares: expected None beside norm_weight, got a tensor"),
+    (
+        lambda: to_heads(norm_weight=None, squares=X[0]),
+        r"decode_qkv_: squares: expected shape \(2, P\), got \(5, 4\)",
+    ),
     (lambda: to_heads(norm_weight=W.half()), "decode_qkv_: norm_weight: expected the dtype of x, .*, got"),
     (lambda: to_heads(v_cache=CACHE[:2]), r"decode_qkv_: v_cache: expected shape \(3, 4, 2, 4\), got"),
     (lambda: to_heads(slots=I2[0]), r"decode_qkv_: slots: expected shape \(2\), got \(3\)"),
@@ -334,14 +353,15 @@ def test_depth_step_refuses_gradients(argument):
         assert step(**changed).all()
 
 
-@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "residual"])
+@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "residual", "next_norm_weight"])
 def test_decode_linear_refuses_gradients(argument):
-    tensors = {"x": X[0], "weight": X[1, :2], "norm_weight": W, "residual": X[0, :, :2]}
+    tensors = {"x": X[0], "weight": X[1, :2], "norm_weight": W, "residual": X[0, :, :2],
+               "next_norm_weight": W[:2]}  # fmt: skip
     tensors[argument] = tensors[argument].clone().requires_grad_()
     with pytest.raises(RuntimeError, match="decode_linear: expected no argument that needs a gradient"):
         linear(**tensors)
     with torch.no_grad():
-        assert linear(**tensors).shape == (5, 2)
+        assert linear(**tensors)[0].shape == (5, 2)
 
 
 @pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "k_cache", "v_cache"])

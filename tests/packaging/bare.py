@@ -89,7 +89,10 @@ def project_in_place():
 
 def linear_of_few_rows():
     with torch.no_grad():
-        return ops.decode_linear(x[0], torch.randn(2 * D, D), norm_weight=torch.ones(D), residual=x[1], gated=True)
+        weight, gain = torch.randn(2 * D, D), torch.ones(D)
+        y = ops.decode_linear(x[0], weight, norm_weight=gain, residual=x[1], gated=True)
+        _, scaled, squares = ops.decode_linear(y, weight[:D], next_norm_weight=gain)
+        return ops.decode_linear(scaled, weight, squares=squares)
 
 
 CALLS = {

@@ -9,23 +9,28 @@ import torch.nn.functional as F
 from ..kv.triton import append_in_place
 from ..rms_norm.triton import add_rms_norm
 from ..swiglu.triton import swiglu
-from .eager import as_heads
+from .eager import as_heads, for_next_norm, rstd_of
 
 
-def product(x, weight, norm_weight, eps):
-    return F.linear(x if norm_weight is None else add_rms_norm(x, None, norm_weight, eps, x.dtype)[1], weight)
+def product(x, weight, norm_weight, squares, eps):
+    y = F.linear(x if norm_weight is None else add_rms_norm(x, None, norm_weight, eps, x.dtype)[1], weight)
+    return y if squares is None else (y * rstd_of(squares, x.shape[1], eps)).to(x.dtype)
 
 
-def decode_linear(x, weight, norm_weight, eps, residual, gated, prefetch):
-    if residual is not None and not gated:
+def decode_linear(x, weight, norm_weight, squares, eps, residual, next_norm_weight, gated, prefetch):
+    return for_next_norm(_linear(x, weight, norm_weight, squares, eps, residual, gated), next_norm_weight)
+
+
+def _linear(x, weight, norm_weight, squares, eps, residual, gated):
+    if residual is not None and squares is None and not gated:
         h = x if norm_weight is None else add_rms_norm(x, None, norm_weight, eps, x.dtype)[1]
         return torch.addmm(residual, h, weight.mT)  # rounded once
-    y = product(x, weight, norm_weight, eps)
+    y = product(x, weight, norm_weight, squares, eps)
     if gated:
         y = swiglu(y)
     return y if residual is None else y + residual
 
 
-def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, eps, prefetch):
-    q, k, v = as_heads(product(x, weight, norm_weight, eps), heads, k_cache)
+def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, eps, prefetch):
+    q, k, v = as_heads(product(x, weight, norm_weight, squares, eps), heads, k_cache)
     return append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, None, None)
