@@ -148,10 +148,14 @@ class Plan:
             q = self.pool.append(slot, q, k, v, self.taken.slots, positions, theta)
         return self._look(slot, q)
 
-    def serve(self, slot: int, x: Tensor, attention, norm, positions: Tensor, theta: float) -> Tensor:
+    def serve(self, slot: int, x: Tensor, normed, attention, norm, positions: Tensor, theta: float) -> Tensor:
         """The same for few tokens x (n, D), projection included; see model.layers.Layer.serve."""
         weight, heads = attention.qkv_proj.weight, attention.heads
-        options = {"norm_weight": norm.weight, "eps": norm.eps, "prefetch": True}
+        options = {"eps": norm.eps, "prefetch": True}
+        if normed is None:
+            options["norm_weight"] = norm.weight
+        else:
+            x, options["squares"] = normed
         if self.taken is not None and self.pool.k_scale is None:
             caches = self.pool.k[slot], self.pool.v[slot]
             own = {"heads": heads, "positions": positions, "theta": theta}

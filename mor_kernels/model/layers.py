@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import ops
 from ..ops._numeric import wide
+from ..ops.decode_linear import hands_norms_on
 from .config import MoRConfig
 
 # project(keys=True) -> (..., H + 2G, d), queries, keys and values of tokens as projected; keys=False: (..., H, d)
@@ -82,17 +83,28 @@ class Layer(nn.Module):
         add = ops.swiglu_linear(gate_up, mlp.down_proj.weight)
         return view(x, (*lead, x.shape[-1])), view(add, (*lead, x.shape[-1]))
 
-    def serve(self, x, positions, attend):
+    def serve(self, x, normed, positions, attend, next_norm):
         """The sum of what :meth:`forward` returns, for a few tokens (n, D) while decoding: three launches and those
-        of attend(x, attention, norm, positions, theta) -> (n, H, d), which projects as well. Nothing writes weights
-        meanwhile.
+        of attend(x, normed, attention, norm, positions, theta) -> (n, H, d), which projects as well. Nothing writes
+        weights meanwhile.
+
+        normed: x times the gains of this layer's norm, and sums of the squares of x; or None, and it is normalised
+        here. Returns the sum, and the same for the norm that follows, if that is given and such are wanted.
         """
         linear, attention, mlp = functools.partial(ops.decode_linear, prefetch=True), self.self_attn, self.mlp
-        attended = attend(x, attention, self.input_layernorm, positions, self.theta)
-        x = linear(attended.flatten(1), attention.o_proj.weight, residual=x)
-        norm = self.post_attention_layernorm
-        h = linear(x, mlp.gate_up_proj.weight, norm_weight=norm.weight, eps=norm.eps, gated=True)
-        return linear(h, mlp.down_proj.weight, residual=x)
+        attended = attend(x, normed, attention, self.input_layernorm, positions, self.theta).flatten(1)
+        norm, handed_on = self.post_attention_layernorm, hands_norms_on(x)
+        gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        if not handed_on:
+            x = linear(attended, attention.o_proj.weight, residual=x)
+            h = linear(x, gate_up, norm_weight=norm.weight, eps=norm.eps, gated=True)
+        else:
+            x, scaled, squares = linear(attended, attention.o_proj.weight, residual=x, next_norm_weight=norm.weight)
+            h = linear(scaled, gate_up, squares=squares, eps=norm.eps, gated=True)
+            if next_norm is not None:
+                x, *normed = linear(h, down, residual=x, next_norm_weight=next_norm.weight)
+                return x, normed
+        return linear(h, down, residual=x), None
 
 
 class Router(nn.Module):

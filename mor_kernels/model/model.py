@@ -117,18 +117,26 @@ class MoR(nn.Module):
         plan.serve, see :meth:`.layers.Layer.serve`."""
         if len(self.lora):
             return self.block(x, recursion, positions, plan.attend)
-        for slot, index in enumerate(self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]):
-            x = self.layers[index].serve(x, positions, functools.partial(plan.serve, slot))
+        layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
+        norms = [self.layers[index].input_layernorm for index in layers[1:]] + [None]
+        normed = None
+        for slot, (index, norm) in enumerate(zip(layers, norms)):
+            attend = functools.partial(plan.serve, slot)
+            x, normed = self.layers[index].serve(x, normed, positions, attend, norm)
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
     def serve_first(self, x, positions, plan):
-        return self.layers[0].serve(x, positions, functools.partial(plan.serve, 0)) if plan else x
+        return self._serve_end(0, x, positions, plan) if plan else x
 
     def serve_last(self, x, positions, plan):
         """And the norm before the head."""
         if plan:
-            x = self.layers[-1].serve(x, positions, functools.partial(plan.serve, 1))
+            x = self._serve_end(-1, x, positions, plan)
         return ops.rms_norm(x, self.norm.weight, self.norm.eps)[1]
+
+    def _serve_end(self, index, x, positions, plan):
+        attend = functools.partial(plan.serve, 0 if index == 0 else 1)
+        return self.layers[index].serve(x, None, positions, attend, None)[0]
 
     def _layer(self, index, x, add, *arguments):
         """See :class:`.layers.Layer`."""

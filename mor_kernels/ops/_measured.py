@@ -45,7 +45,7 @@ def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -
     return residual != "block"
 
 
-def _few_rows(x, *_) -> bool:
+def few_rows(x, *_) -> bool:
     return x.shape[0] <= 64
 
 
@@ -87,9 +87,9 @@ CHOICES = {
     "decode_linear": Choice(
         "up to 128 rows one launch in place of two or three, which brings the weight from memory while the kernel "
         "before it ends; of more, arithmetic bounds the products, and cuBLAS gets more out of the tensor cores",
-        _few_rows,
+        few_rows,
     ),
-    "decode_qkv_": Choice("as decode_linear: one launch in place of three", _few_rows),
+    "decode_qkv_": Choice("as decode_linear: one launch in place of three", few_rows),
     "kv_lookup": Choice(
         "rows of 128 in the mean: B32 0.0054 / 0.0057, B128 0.0138 / 0.0142, B512 0.0451 / 0.0456; of 2,048: 0.0444 / "
         "0.0448, 0.1668 / 0.1671, 0.6571 / 0.6571",

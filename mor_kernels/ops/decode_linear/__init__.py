@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import _checks
+from .. import _checks, _dispatch
 from .._dispatch import deferred, define, resolve
+from .._measured import few_rows
 from .._numeric import wide
 from ..kv import check_caches
 from ..rope import check_theta
@@ -196,6 +197,14 @@ def decode_qkv_(
         x, weight, k_cache, v_cache, slots, heads, positions, float(theta), norm_weight, squares, float(eps),
         bool(prefetch), named,
     )  # fmt: skip
+
+
+def hands_norms_on(x: torch.Tensor) -> bool:
+    """Whether a norm of rows like x (n, K) is better left to the call before it (``next_norm_weight``): where the fused
+    kernel serves. Other backends take a launch more for it."""
+    named = _dispatch._default_backend
+    chosen = named == "cuda" or (named == "auto" and x.is_cuda and few_rows(x))
+    return chosen and x.dtype == torch.bfloat16 and _dispatch.unavailable("cuda", "decode_linear", x.device) is None
 
 
 def _check_squares(op, squares, norm_weight, x):
