@@ -8,8 +8,8 @@ from ... import _C
 from .._cuda import index_code, launch
 from .eager import OF_SQUARES
 
-# Rows of the weight that a block has, parts of K, and KB of shared memory for what a block has of both; 0: as the launcher
-# chooses.
+# Rows of the weight that a block has, parts of K, and KB of shared memory for what a block has of both; 0: as the
+# launcher chooses.
 PLAN = (0, 0, 0)
 
 
