@@ -11,7 +11,6 @@ from torch import nn
 
 from .. import ops
 from ..ops._numeric import wide
-from ..ops.decode_linear import hands_norms_on
 from .config import MoRConfig
 
 # project(keys=True) -> (..., H + 2G, d), queries, keys and values of tokens as projected; keys=False: (..., H, d)
@@ -21,6 +20,9 @@ Project = Callable[..., torch.Tensor]
 Attend = Callable[[Project, int, torch.Tensor, float], torch.Tensor]
 # adapter("q" | "v", x) -> what a recursion adds to that projection
 Adapter = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+NORMS_INSIDE = 32  # tokens up to which a norm inside of a product takes less time than one that is handed on
 
 
 class Attention(nn.Module):
@@ -93,9 +95,8 @@ class Layer(nn.Module):
         """
         linear, attention, mlp = functools.partial(ops.decode_linear, prefetch=True), self.self_attn, self.mlp
         attended = attend(x, normed, attention, self.input_layernorm, positions, self.theta).flatten(1)
-        norm, handed_on = self.post_attention_layernorm, hands_norms_on(x)
-        gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
-        if not handed_on:
+        norm, gate_up, down = self.post_attention_layernorm, mlp.gate_up_proj.weight, mlp.down_proj.weight
+        if len(x) <= NORMS_INSIDE:
             x = linear(attended, attention.o_proj.weight, residual=x)
             h = linear(x, gate_up, norm_weight=norm.weight, eps=norm.eps, gated=True)
         else:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import ops
 from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
+from ..ops.decode_linear import is_fused
 from .config import MoRConfig
 from .convert import dense_to_recursive, join, read_dense, separate
 from .keys_values import BatchedKeyValues, PackedKeyValues
@@ -113,9 +114,9 @@ class MoR(nn.Module):
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
     def serve(self, x, recursion, positions, plan):
-        """:meth:`block` for tokens (n, D) while decoding: plan.attend as there, where there are adapters, or else
+        """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters,
         plan.serve, see :meth:`.layers.Layer.serve`."""
-        if len(self.lora):
+        if len(self.lora) or not is_fused(x):
             return self.block(x, recursion, positions, plan.attend)
         layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
         norms = [self.layers[index].input_layernorm for index in layers[1:]] + [None]
@@ -126,17 +127,17 @@ class MoR(nn.Module):
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
     def serve_first(self, x, positions, plan):
-        return self._serve_end(0, x, positions, plan) if plan else x
+        """:meth:`first_layer` likewise; plan is None for a model that has no own ends."""
+        if plan is None or not is_fused(x):
+            return self.first_layer(x, positions, plan and functools.partial(plan.attend, 0))
+        return self.layers[0].serve(x, None, positions, functools.partial(plan.serve, 0), None)[0]
 
     def serve_last(self, x, positions, plan):
-        """And the norm before the head."""
-        if plan:
-            x = self._serve_end(-1, x, positions, plan)
+        """:meth:`last_layer` likewise."""
+        if plan is None or not is_fused(x):
+            return self.last_layer(x, positions, plan and functools.partial(plan.attend, 1))
+        x = self.layers[-1].serve(x, None, positions, functools.partial(plan.serve, 1), None)[0]
         return ops.rms_norm(x, self.norm.weight, self.norm.eps)[1]
-
-    def _serve_end(self, index, x, positions, plan):
-        attend = functools.partial(plan.serve, 0 if index == 0 else 1)
-        return self.layers[index].serve(x, None, positions, attend, None)[0]
 
     def _layer(self, index, x, add, *arguments):
         """See :class:`.layers.Layer`."""

@@ -6,6 +6,7 @@ import tokenizers
 import torch
 from models import VOCABULARY, assert_equals_reference, random_prompts, tiny
 
+from mor_kernels import ops
 from mor_kernels.decode import Engine, QueueFull, SamplingParams
 from mor_kernels.model.convert import separate
 from mor_kernels.ops import _dispatch
@@ -108,6 +109,42 @@ def test_interleaved_chunked_and_preempted_requests_equal_each_alone(fields):
         assert_same(engine.generate(prompts, params), alone)
         assert (engine.metrics()["preemptions"] > 0) == (pages is not None)
         assert_nothing_held(engine)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sequences", [3, 40], ids=["norms inside", "norms handed on"])
+@pytest.mark.parametrize("fields", STRATEGIES, ids=name)
+def test_fused_layers_in_bf16(monkeypatch, fields, sequences):
+    """Their log-probabilities are no further from those of float64 than those of plain bf16 kernels."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "num_attention_heads": 2}
+    exact, _ = tiny(2, **fields, **sizes, num_key_value_heads=1)
+    with torch.no_grad():  # of the size that training leaves, so that rounding doesn't choose the depths
+        for parameter in exact.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(0.2)
+    prompts = random_prompts([1 + i % 3 for i in range(sequences)])
+    params = SamplingParams(max_tokens=1, logprobs=VOCABULARY)
+
+    def values(model):
+        done = poisoned(model, max_sequences=sequences, page_size=4).generate(prompts, params)
+        depths = [c.depths for c in done]
+        return depths, torch.tensor([[value for _, value in sorted(c.top_logprobs[0])] for c in done], dtype=float)
+
+    calls, linear = [], ops.decode_linear
+    monkeypatch.setattr(ops, "decode_linear", lambda *a, **k: calls.append(k) or linear(*a, **k))
+    exact = exact.to("cuda", torch.bfloat16).double()  # the weights that the others have
+    depths, want = values(exact)
+    assert not calls
+    errors = []
+    for backend in ("triton", "auto"):
+        monkeypatch.setattr(_dispatch, "_default_backend", backend)
+        own_depths, got = values(deepcopy(exact).bfloat16())
+        same = [a == b for a, b in zip(depths, own_depths)]  # a logit near 0 may turn
+        assert sum(same) >= 0.9 * sequences
+        errors.append((got - want)[same].square().mean().sqrt().item())
+        assert bool(calls) == (backend == "auto")
+    assert any("squares" in call for call in calls) == (sequences > 32)
+    assert 0 < errors[1] < 1.3 * errors[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

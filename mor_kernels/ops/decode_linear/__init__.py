@@ -199,9 +199,9 @@ def decode_qkv_(
     )  # fmt: skip
 
 
-def hands_norms_on(x: torch.Tensor) -> bool:
-    """Whether a norm of rows like x (n, K) is better left to the call before it (``next_norm_weight``): where the fused
-    kernel serves. Other backends take a launch more for it."""
+def is_fused(x: torch.Tensor) -> bool:
+    """Whether rows like x (n, K) get the fused kernel where no backend is named. Other kernels are faster as a training
+    step has them, where a sum is left to the norm that reads it."""
     named = _dispatch._default_backend
     chosen = named == "cuda" or (named == "auto" and x.is_cuda and few_rows(x))
     return chosen and x.dtype == torch.bfloat16 and _dispatch.unavailable("cuda", "decode_linear", x.device) is None
