@@ -56,10 +56,11 @@ KERNELS = {
     "elementwise": r"^triton_",  # Inductor's: their names list operations
     "attention": r"flash|fmha|sdpa|attention"
     r"|^_(forward(_narrow|_wide)?|backward(_q|_kv)?|prepare|finish|place|fill_tail|block_lists)$",
-    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitK|matmul",
+    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitK|matmul|decode_linear",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "routing": r"route|scatter|gather|topk|sort|radix|select|histogram|invert|sum_partials|(append|merge|lookup)_kernel"
-    r"|^_(in_place|backward_of_slots|logit_gradients|score|pack|choose|aux|balance|z|mean|append|merge|lookup)",
+    r"|^_(in_place|backward_of_slots|logit_gradients|score|pack|choose|aux|balance|z|mean|append|merge|lookup)"
+    r"|depth_step|sample_kernel|^_(advance|enter|take|commit|free)$",
     "copies": r"memcpy|memset|copy|fill",
 }
 LONGEST = 20  # kernels whose names are kept

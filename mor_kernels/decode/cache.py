@@ -126,7 +126,7 @@ class Plan:
     page_table: Tensor
     taken: ops.Taken | None = None  # None where no run appends
     schedule: Tensor | None = None  # of the attention, the same in all layers
-    beside: torch.cuda.Stream | None = None  # where that is being made
+    beside: torch.cuda.Event | None = None  # when that will be there, if it is made on another stream
     by_position: bool = False  # keys stand at their positions: a query sees those up to its own
     by_slot: bool = False  # see PagePool.attend
     each: bool = False  # rows and k_lens are the tokens', of which each is a lane of its own to the attention
@@ -173,7 +173,7 @@ class Plan:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._make_schedule(heads, queries)
-        self.beside = stream
+            self.beside = stream.record_event()
 
     def _make_schedule(self, heads: int, queries: int) -> None:
         k_cache = self.pool.k[0]
@@ -188,7 +188,7 @@ class Plan:
         if self.schedule is None:
             self._make_schedule(*q.shape[1::-1])
         if self.beside:
-            torch.cuda.current_stream().wait_stream(self.beside)
+            torch.cuda.current_stream().wait_event(self.beside)
             self.beside = None
         return self.pool.attend(
             slot,

@@ -29,7 +29,7 @@ import torch
 from ..model import MoR
 from ..ops.advance._fields import NOTHING
 from .cache import KVCache
-from .program import Lane, Program
+from .program import TICKS, Lane, Program
 from .sampler import SamplingParams
 from .text import TextStream
 
@@ -173,6 +173,7 @@ class Engine:
         self.cache.batch_invariant = self.batch_invariant = batch_invariant
         if batch_invariant:
             self.prefill_chunk = max_sequences
+        self._ticks_each = TICKS if self.device.type == "cuda" else 1  # where a launch costs something
         self.program = Program(model, self.cache, max_sequences, self._recorded)
 
         self.requests: dict[int, _Request] = {}  # submitted and not yet collected
@@ -524,18 +525,20 @@ class Engine:
         """Launch a pass of the block for each token in flight, and the next token where it is the last pass."""
         if not self._in_flight.any():
             return False
-        if not self._fits((self._ahead + self._in_flight)[:, None]):
+        logprobs = max(self._wanting.values(), default=None)
+        count = self._ticks_each if logprobs is None else 1
+        if not self._fits((self._ahead + count * self._in_flight)[:, None]):
             self._drain()
             while not self._fits(self._growth()):
                 self._preempt()
             if not self._in_flight.any():
                 return False
+            count = 1
         self._flush()
         slots = np.flatnonzero(self._in_flight)
-        logprobs = max(self._wanting.values(), default=None)
-        found = self.program.tick(self._size(int(slots[-1]) + 1, self.max_sequences), logprobs)
+        found = self.program.tick(self._size(int(slots[-1]) + 1, self.max_sequences), logprobs, count)
         entering, self._fed = np.array(self._fed, np.int64), []
-        self._launched(found, slots, 1, entering)
+        self._launched(found, slots, count, entering)
         return True
 
     def _growth(self) -> np.ndarray:
@@ -568,11 +571,17 @@ class Engine:
         if flight.there:
             flight.there.synchronize()
         self._ahead[flight.slots] -= flight.counts
-        live = self._serials[flight.slots] == flight.serials
-        (self._land_chunk if flight.entering is None else self._land_tick)(flight, live)
+        if flight.entering is None:
+            self._land_chunk(flight)
+        else:
+            for nth in range(flight.counts):
+                self._land_tick(flight, nth)
 
-    def _land_chunk(self, flight: _Flight, live: np.ndarray) -> None:
-        end = 0
+    def _live(self, flight: _Flight) -> np.ndarray:
+        return self._serials[flight.slots] == flight.serials
+
+    def _land_chunk(self, flight: _Flight) -> None:
+        end, live = 0, self._live(flight)
         for slot, count, there in zip(flight.slots, flight.counts, live):
             depths = flight.host[0][end : end + count]
             end += count
@@ -582,14 +591,15 @@ class Engine:
                 self._lengths[slot, len(rows) :] += count
                 self._record(self._at[slot], depths.tolist())
 
-    def _land_tick(self, flight: _Flight, live: np.ndarray) -> None:
+    def _land_tick(self, flight: _Flight, nth: int) -> None:
         self._ticks += 1
-        tokens, depths, finished = flight.host[0][flight.slots].T
+        live = self._live(flight)
+        tokens, depths, finished = flight.host[nth][flight.slots].T
         passed = depths > 0
         self._passes += int(passed.sum())
         slots, rows = flight.slots, self.cache.rows_each
         came = tokens != NOTHING
-        entered = live & ((came & (finished == 0)) | np.isin(slots, flight.entering))
+        entered = live & ((came & (finished == 0)) | (np.isin(slots, flight.entering) & (nth == 0)))
         following = np.where(entered, 0, np.where(came, -1, depths))
         self._recursion[slots[live]] = following[live]
         placed = live & (following >= 0) & (following < rows)

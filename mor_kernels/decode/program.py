@@ -21,6 +21,7 @@ from ..model import MoR
 from .cache import KVCache, Plan
 from .sampler import SamplingParams, log_probabilities
 
+TICKS = 2  # of a launch, at the most: from one graph to the next, and for its record to be copied, it takes 17 us
 SETTINGS = ("seed", "top_k", "temperature", "top_p", "min_p")  # of sampling, for each slot
 STOPS = 8  # tokens that end a request which the device knows; the host knows them all
 
@@ -73,6 +74,7 @@ class Program:
         """recorded(positions, seeds) -> depths, all (n,) int64 from 1: of tokens that ticks compute, for a benchmark
         that wants them other than the router does."""
         self.recorded = recorded
+        self.everyone = torch.ones(max_sequences, dtype=torch.bool, device=model.embed_tokens.weight.device)
         # whether tokens at different recursions share a call of the block
         self.mixed = model.config.num_recursions == 1 or "cycle" in model.config.sharing
         self.model, self.cache, self.config = model, cache, model.config
@@ -101,7 +103,7 @@ class Program:
             self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
             self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
         self.router_versions = None
-        self.record = new(max_sequences, 3, dtype=torch.int64)  # of a tick, see ops.advance_
+        self.records = [new(max_sequences, 3, dtype=torch.int64) for _ in range(TICKS)]  # of a launch, see ops.advance_
         self.logprobs: dict[int, tuple[Tensor, Tensor]] = {}  # by their number; see `tick`
         self.chunks: dict[int, _Chunk] = {}  # by size
         self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] = {}
@@ -134,22 +136,24 @@ class Program:
 
     # Launches
 
-    def tick(self, n: int, logprobs: int | None) -> tuple[Tensor, ...]:
-        """One pass of the block for slots 0..n-1, and the next token where it was the last.
+    def tick(self, n: int, logprobs: int | None = None, count: int = 1) -> list[Tensor]:
+        """So many times one pass of the block for slots 0..n-1, and the next token where it was the last.
 
-        Tensors that the next tick overwrites: `record` (n, 3), and, asked for a number of logprobs, the
-        log-probabilities (n, 1 + logprobs) of the chosen token and the likeliest ones, whose ids are (n, logprobs).
+        Tensors that the next launch overwrites: a record (n, 3) of each tick, see :func:`ops.advance_`; and, asked for
+        a number of logprobs in a single tick, the log-probabilities (n, 1 + logprobs) of the chosen token and the
+        likeliest ones, whose ids are (n, logprobs).
         """
+        slots = self.records[0].shape[0]
         if logprobs is not None and logprobs not in self.logprobs:
             score = torch.promote_types(self.tokens.x.dtype, torch.float32)
-            rows = len(self.record), logprobs
             self.logprobs[logprobs] = (
-                torch.zeros(rows[0], 1 + rows[1], dtype=score, device=self.device),
-                torch.zeros(rows, dtype=torch.int64, device=self.device),
+                torch.zeros(slots, 1 + logprobs, dtype=score, device=self.device),
+                torch.zeros(slots, logprobs, dtype=torch.int64, device=self.device),
             )
-        self._run(("tick", n, logprobs), lambda: self._tick(n, logprobs))
-        more = () if logprobs is None else self.logprobs[logprobs]
-        return tuple(t[:n] for t in (self.record, *more))
+        records = [record[:n] for record in self.records[:count]]
+        self._run(("tick", n, logprobs, count), lambda: [self._tick(n, logprobs, record) for record in records])
+        more = () if logprobs is None else (t[:n] for t in self.logprobs[logprobs])
+        return [*records, *more]
 
     def prefill(self, size: int, runs: list[tuple[int, int, list[int], list[int]]]) -> Tensor:
         """Compute up to `size` tokens of prompts. runs: slot, first position, tokens, and recorded depths (0: none).
@@ -157,7 +161,7 @@ class Program:
         Returns (size,) the recursions that each token took, which the next chunk of that size overwrites.
         """
         if size not in self.chunks:
-            self.chunks[size] = _Chunk.new(size, min(size, len(self.record)), self.device)
+            self.chunks[size] = _Chunk.new(size, min(size, self.records[0].shape[0]), self.device)
         chunk = self.chunks[size]
         rows = [[], [], []]
         for _, first, tokens, recorded in runs:
@@ -206,7 +210,7 @@ class Program:
                     torch.cat(of, out=stacked)
             self.router_versions = versions
 
-    def _tick(self, n: int, logprobs: int | None) -> None:
+    def _tick(self, n: int, logprobs: int | None, record: Tensor) -> None:
         recursion, _, row, slot, line, place, position, *_ = self.lanes.table[:, :n]
         tokens, (k_lens, end_k_lens) = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
         whole = self.cache.plan_pass(position, recursion, line, row, slot, k_lens)
@@ -215,8 +219,8 @@ class Program:
         self._schedule_beside(n, whole if self.mixed else None, leaving)
         update = self._block(tokens.x, position, recursion, whole)
         if self.recorded:
-            depths = self.recorded(position, self.settings[0, :n])
-            goes_on = self._pass(replace(tokens, last=depths, replayed=depths > 0), recursion, update)
+            replayed = self.everyone[:n], self.recorded(position, self.settings[0, :n])
+            goes_on = self._pass(replace(tokens, replayed=replayed[0], last=replayed[1]), recursion, update)
         else:
             goes_on = self._pass(tokens, recursion, update)
         logits = self.model.head(self.model.serve_last(tokens.x, position, leaving))
@@ -230,7 +234,7 @@ class Program:
             ids.copy_(top_ids)
         block, ends = self.cache.block, self.cache.ends
         ids, enters, rows, slots = ops.advance_(
-            chosen, goes_on, self.lanes, self.record[:n], block.pages, ends and ends.pages, self.config.num_recursions,
+            chosen, goes_on, self.lanes, record, block.pages, ends and ends.pages, self.config.num_recursions,
             block.page_size, shared=self.config.kv == "shared",
         )  # fmt: skip
         entering = self.cache.plan_place(position, rows, slots, end_k_lens)

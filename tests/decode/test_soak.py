@@ -14,6 +14,7 @@ import torch  # noqa: E402
 from models import VOCABULARY, tiny  # noqa: E402
 
 from mor_kernels.decode import Engine, QueueFull, SamplingParams  # noqa: E402
+from mor_kernels.decode.program import TICKS  # noqa: E402
 
 STRATEGIES = [
     {"router": "expert_choice"},
@@ -47,6 +48,7 @@ def soak(model, requests: int, seed: int = 0, compared: int = 20) -> dict:
     rows = 1 if model.config.kv == "shared" else model.config.num_recursions
     options = {"max_sequences": 7, "page_size": 4, "eos_token_id": 3, "batch_invariant": torch.cuda.is_available()}
     engine = Engine(model, num_pages=20 * rows, prefill_chunk=8, max_waiting=9, **options)
+    engine._ticks_each = TICKS  # on a CPU, too
     work, streamed, outcomes, submitted = {}, {}, [], 0
     while submitted < requests or engine.requests:
         while submitted < requests and rng.random() < 0.5:

@@ -140,6 +140,7 @@ def _advance(
             end_held = tl.load(ends_owned + lane, mask=enters, other=0)
             end_length = tl.load(ends_lengths + lane, mask=mask, other=0) + counted_end.to(tl.int64)
 
+        tl.debug_barrier()  # other threads may hold the same lanes: they have read before these are written
         tl.store(record + 3 * lane, tl.where(leaves, token, NONE), mask=mask)
         tl.store(record + 3 * lane + 1, tl.where(passed, recursion + 1, 0), mask=mask)
         tl.store(record + 3 * lane + 2, ended.to(tl.int64), mask=mask)
@@ -186,7 +187,7 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
             n, slots, recursions, 1 if shared else recursions, block[2].shape[1],
             0 if ends[0] is None else ends[2].shape[1],
             SHARED=shared, STOPS=stops, PAGE_SIZE=page_size, LANES=lanes, PAGES=8, MANY=n > lanes,
-            num_warps=lanes // 64,
+            num_warps=lanes // 32,
         )  # fmt: skip
     return ids, enters, rows, places
 
