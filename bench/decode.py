@@ -285,7 +285,7 @@ def serve(engine: Engine, lengths: list[int], mean: float, profile: bool = False
         require(stop > start, few)
         facts = {}
         if profile:
-            activity = "CUDA" if torch.cuda.is_available() else "CPU"
+            activity = "CUDA" if engine.device.type == "cuda" else "CPU"
             with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, activity)]) as profiler:
                 for _ in range(PROFILED):
                     step()

@@ -33,6 +33,7 @@ from .program import TICKS, Lane, Program
 from .sampler import SamplingParams
 from .text import TextStream
 
+SMALL = 128  # slots of a tick up to which the time between two launches counts beside it
 AHEAD = 3  # launches that may be under way when the host waits for the oldest
 
 
@@ -526,7 +527,8 @@ class Engine:
         if not self._in_flight.any():
             return False
         logprobs = max(self._wanting.values(), default=None)
-        count = self._ticks_each if logprobs is None else 1
+        size = self._size(int(np.flatnonzero(self._in_flight)[-1]) + 1, self.max_sequences)
+        count = self._ticks_each if logprobs is None and size <= SMALL else 1
         if not self._fits((self._ahead + count * self._in_flight)[:, None]):
             self._drain()
             while not self._fits(self._growth()):
@@ -536,7 +538,8 @@ class Engine:
             count = 1
         self._flush()
         slots = np.flatnonzero(self._in_flight)
-        found = self.program.tick(self._size(int(slots[-1]) + 1, self.max_sequences), logprobs, count)
+        size = self._size(int(slots[-1]) + 1, self.max_sequences)
+        found = self.program.tick(size, logprobs, count)
         entering, self._fed = np.array(self._fed, np.int64), []
         self._launched(found, slots, count, entering)
         return True
