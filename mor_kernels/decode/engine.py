@@ -108,7 +108,8 @@ _BINS = 400  # from a microsecond to more than a minute
 class Engine:
     """Generates for many requests at once.
 
-    model: MoR on any device, in any float dtype.
+    model: MoR on any device, in any float dtype. Its weights may change in place, by load_state_dict, but stay where
+        they are.
     max_sequences: requests that run at once; others wait.
     num_pages, cache_bytes: size of the cache, as pages of the block or as bytes in all, page tables included; by
         default enough for max_sequences of full length and depth. When pages run out, the youngest request gives its
@@ -388,8 +389,9 @@ class Engine:
         (p50 and p99 of the time between two tokens of a request, to a twentieth; None before there are any); running,
         waiting, pages_in_use and pages of block and own ends together, cache_bytes. Waits for the device.
         """
-        self._drain()
-        self._flush()
+        with self._on_device():
+            self._drain()
+            self._flush()
         total = self._intervals.sum()
         upper = {f"p{q}": int(np.searchsorted(self._intervals.cumsum(), total * q / 100)) for q in (50, 99)}
         pools = [pool for pool, _ in self._pages_for([])]
@@ -416,7 +418,7 @@ class Engine:
         Returns the tokens that have come out by now, of all requests; on CUDA those of a launch come a step or two
         later. Without work it does nothing.
         """
-        with torch.no_grad(), torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+        with torch.no_grad(), self._on_device():
             while self._flights and (len(self._flights) >= AHEAD or self._flights[0].there.query()):
                 self._land(self._flights.popleft())
             self._admit()
@@ -425,6 +427,9 @@ class Engine:
                 self._drain() if self.device.type == "cpu" else self._land(self._flights.popleft())
         events, self._events = self._events, []
         return events
+
+    def _on_device(self) -> torch.cuda.device:
+        return torch.cuda.device(self.device if self.device.type == "cuda" else -1)
 
     def _drain(self) -> None:
         """Wait for all that is under way."""

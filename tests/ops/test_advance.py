@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from mor_kernels import ops
 from tests import strategies as s
 from tests.ops.test_citizenship import Recorder
+from tests.ops.test_pages import Accounts
 
 STOPS = 2
 
 
-class Pool:
-    def __init__(self, rows, num_pages, max_pages, page_size):
-        self.lengths, self.pages, self.free = [0] * rows, [[] for _ in range(rows)], list(range(num_pages - 1, -1, -1))
-        self.max_pages, self.page_size = max_pages, page_size
-
+class Pool(Accounts):
     def place(self, row):
         page, offset = divmod(self.lengths[row], self.page_size)
         if page >= self.max_pages:
@@ -30,18 +27,6 @@ class Pool:
                 return -1
             self.pages[row].append(self.free.pop())
         return self.pages[row][page] * self.page_size + offset
-
-    def release(self, rows):
-        for row in rows:
-            self.free += self.pages[row]
-            self.pages[row], self.lengths[row] = [], 0
-
-    def check(self, state):
-        assert state.lengths.tolist() == self.lengths
-        assert state.owned.tolist() == [len(pages) for pages in self.pages]
-        for line, pages in zip(state.page_table.tolist(), self.pages):
-            assert line == pages + [-1] * (len(line) - len(pages))
-        assert state.free_pages[: int(state.free_count)].tolist() == self.free
 
 
 class Plain:
@@ -76,9 +61,9 @@ class Plain:
             lane["line"] = i if at_work else -1
         each = 1 if self.shared else self.recursions
         for r in range(each):
-            self.block.release([i * each + r for i in given])
+            self.block.give_back([i * each + r for i in given])
         if self.ends:
-            self.ends.release(given)
+            self.ends.give_back(given)
         for i, lane in enumerate(self.lanes[:n]):  # each pool's pages are taken in the order of the lanes
             at_work, first = lane["line"] >= 0, lane["recursion"] == 0
             if self.ends:
@@ -123,12 +108,12 @@ def test_equals_plain_accounts(device, backend, seed, slots, recursions, shared,
         n = rng.choice([slots, rng.randint(0, slots)])
         for slot in range(n):
             if plain.lanes[slot]["recursion"] < 0 and rng.random() < 0.6:
-                plain.block.release([slot] if shared else range(slot * recursions, (slot + 1) * recursions))
+                plain.block.give_back([slot] if shared else range(slot * recursions, (slot + 1) * recursions))
                 freed = torch.tensor([slot], device=device)
                 each = 1 if shared else recursions
                 ops.free_pages_(block, freed * each + torch.arange(each, device=device), backend=backend)
                 if with_ends:
-                    plain.ends.release([slot])
+                    plain.ends.give_back([slot])
                     ops.free_pages_(ends, freed, backend=backend)
                 begin(lanes, plain, slot, rng.randrange(5), 0, rng.randint(2, 9), [rng.randint(-1, 4), -1])
         chosen = [rng.randint(-1, 4) for _ in range(n)]

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..pages.triton import give
 from ._fields import FIELDS, NOTHING
 
 LANES = 512  # looked at together, at the most
@@ -29,26 +30,6 @@ def _take(owned, page_table, free_pages, free, max_pages, row, mask, length, hel
     tl.store(owned + row, held + 1, mask=granted)
     slot = tl.where(granted | there, page * PAGE_SIZE + length % PAGE_SIZE, -1)
     return slot, free - tl.sum(granted.to(tl.int64))
-
-
-@triton.jit
-def _give(lengths, owned, page_table, free_pages, free, max_pages, row, mask, PAGES: tl.constexpr):
-    """All pages of the rows, whose lengths become 0; returns the pages left."""
-    held = tl.load(owned + row, mask=mask, other=0)
-    before = tl.cumsum(held, 0) - held + free
-    most = tl.max(held)
-    nth = tl.zeros((), tl.int64)
-    while nth < most:
-        page = nth + tl.arange(0, PAGES)[None, :]
-        moves = page < held[:, None]
-        entry = page_table + row[:, None] * max_pages + page
-        tl.store(free_pages + before[:, None] + page, tl.load(entry, mask=moves, other=0), mask=moves)
-        tl.store(entry, -1, mask=moves)
-        nth += PAGES
-    tl.debug_barrier()  # other threads may hold the same lanes: they have read before these are written
-    tl.store(owned + row, 0, mask=mask)
-    tl.store(lengths + row, 0, mask=mask)
-    return free + tl.sum(held)
 
 
 @triton.jit
@@ -86,12 +67,12 @@ def _advance(
                 lane = (first + tl.arange(0, LANES)).to(tl.int64)
                 _, ended = _ends(chosen, goes_on, table, slots, lane, lane < n, STOPS)
                 row = lane * rows_each + r
-                free = _give(lengths, owned, page_table, free_pages, free, max_pages, row, ended, PAGES)
+                free = give(lengths, owned, page_table, free_pages, free, max_pages, row, ended, PAGES)
         if ends_lengths is not None:
             for first in range(0, n, LANES):
                 lane = (first + tl.arange(0, LANES)).to(tl.int64)
                 _, ended = _ends(chosen, goes_on, table, slots, lane, lane < n, STOPS)
-                ends_free = _give(
+                ends_free = give(
                     ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, ended,
                     PAGES,
                 )  # fmt: skip
@@ -120,9 +101,9 @@ def _advance(
             if tl.max(ended.to(tl.int32)) > 0:
                 for r in range(rows_each):
                     row_of = lane * rows_each + r
-                    free = _give(lengths, owned, page_table, free_pages, free, max_pages, row_of, ended, PAGES)
+                    free = give(lengths, owned, page_table, free_pages, free, max_pages, row_of, ended, PAGES)
                 if ends_lengths is not None:
-                    ends_free = _give(
+                    ends_free = give(
                         ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane,
                         ended, PAGES,
                     )  # fmt: skip

@@ -92,6 +92,26 @@ def _commit(lengths, rows, cu_seqlens, lanes, LANES: tl.constexpr):
     tl.store(lengths + row, length + count, mask=row >= 0)
 
 
+@triton.jit
+def give(lengths, owned, page_table, free_pages, free, max_pages, row, mask, PAGES: tl.constexpr):
+    """All pages of the rows, whose lengths become 0; returns the pages left."""
+    held = tl.load(owned + row, mask=mask, other=0)
+    before = tl.cumsum(held, 0) - held + free
+    most = tl.max(held)
+    nth = tl.zeros((), tl.int64)
+    while nth < most:
+        page = nth + tl.arange(0, PAGES)[None, :]
+        moves = page < held[:, None]
+        entry = page_table + row[:, None] * max_pages + page
+        tl.store(free_pages + before[:, None] + page, tl.load(entry, mask=moves, other=0), mask=moves)
+        tl.store(entry, -1, mask=moves)
+        nth += PAGES
+    tl.debug_barrier()  # other threads may hold the same lanes: they have read before these are written
+    tl.store(owned + row, 0, mask=mask)
+    tl.store(lengths + row, 0, mask=mask)
+    return free + tl.sum(held)
+
+
 @triton.jit(do_not_specialize=["lanes", "max_pages"])
 def _free(
     lengths, owned, page_table, free_pages, free_count, rows, lanes, max_pages,
@@ -101,22 +121,7 @@ def _free(
     for first in range(0, lanes, MOVING):
         lane = first + tl.arange(0, MOVING)
         row = tl.load(rows + lane, mask=lane < lanes, other=-1)
-        real = row >= 0
-        held = tl.load(owned + row, mask=real, other=0)
-        before = tl.cumsum(held, 0) - held + free
-        free += tl.sum(held)
-        most = tl.max(held)
-        nth = tl.zeros((), tl.int64)
-        while nth < most:
-            page = nth + tl.arange(0, PAGES)[None, :]
-            moves = page < held[:, None]
-            entry = page_table + row[:, None] * max_pages + page
-            tl.store(free_pages + before[:, None] + page, tl.load(entry, mask=moves, other=0), mask=moves)
-            tl.store(entry, -1, mask=moves)
-            nth += PAGES
-        tl.debug_barrier()  # other threads may hold the same lanes: they have read before these are written
-        tl.store(owned + row, 0, mask=real)
-        tl.store(lengths + row, 0, mask=real)
+        free = give(lengths, owned, page_table, free_pages, free, max_pages, row, row >= 0, PAGES)
     tl.store(free_count, free)
 
 
