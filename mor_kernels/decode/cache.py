@@ -291,7 +291,7 @@ class KVCache:
         """Plan the first layer (slot 0 of the pool) or the last (1), which write the same places; commit after both."""
         return self._alone(self._plan(self.ends, sequences, positions, cu_seqlens))
 
-    def plan_place(self, positions: Tensor, lines: Tensor, places: Tensor, k_lens: Tensor) -> Plan:
+    def plan_place(self, positions: Tensor, lines: Tensor, places: Tensor, k_lens: Tensor) -> Plan | None:
         """Plan the first or the last layer for a token of each lane, whose place :func:`ops.advance_` has taken."""
         if self.ends is None:
             return None

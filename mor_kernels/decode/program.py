@@ -90,10 +90,9 @@ class Program:
             positions=self.lanes.row("position"),
             x=new(max_sequences, width, dtype=dtype),
         )
-        if self.config.router == "token_choice":
-            self.tokens.last = new(max_sequences, dtype=torch.int64)
         score = torch.promote_types(dtype, torch.float32)
         if self.config.router == "token_choice":
+            self.tokens.last = new(max_sequences, dtype=torch.int64)
             self.tokens.entry = new(max_sequences, width, dtype=dtype)
             self.tokens.gates = new(max_sequences, recursions, dtype=score)
         # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
@@ -132,7 +131,8 @@ class Program:
 
     def ints(self, values: Iterable) -> Tensor:
         """int64 on the device; nothing waits for it."""
-        return to_device(torch.tensor(list(values), dtype=torch.int64), self.device)
+        values = torch.tensor(list(values), dtype=torch.int64)
+        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
 
     # Launches
 
@@ -218,13 +218,12 @@ class Program:
         leaving = self.cache.plan_place(position, line, place, end_k_lens)
         self._schedule_beside(n, whole if self.mixed else None, leaving)
         update = self._block(tokens.x, position, recursion, whole)
-        if self.recorded:
-            replayed = self.everyone[:n], self.recorded(position, self.settings[0, :n])
-            goes_on = self._pass(replace(tokens, replayed=replayed[0], last=replayed[1]), recursion, update)
-        else:
-            goes_on = self._pass(tokens, recursion, update)
-        logits = self.model.head(self.model.serve_last(tokens.x, position, leaving))
         seed, top_k, *floats = self.settings[:, :n]
+        passing = tokens
+        if self.recorded:
+            passing = replace(tokens, last=self.recorded(position, seed), replayed=self.everyone[:n])
+        goes_on = self._pass(passing, recursion, update)
+        logits = self.model.head(self.model.serve_last(tokens.x, position, leaving))
         temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
         chosen = ops.sample(logits, temperature, top_k, top_p, min_p, seed, position)
         if logprobs is not None:
@@ -361,7 +360,3 @@ class _Chunk:
     def new(cls, size: int, runs: int, device: torch.device) -> _Chunk:
         new = functools.partial(torch.zeros, device=device, dtype=torch.int64)
         return cls(new(3, size), new(runs), torch.zeros(runs + 1, device=device, dtype=torch.int32), new(size))
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

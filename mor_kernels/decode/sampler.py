@@ -9,10 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops import sample
-
-__all__ = ["SamplingParams", "log_probabilities", "sample"]
-
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -37,9 +37,8 @@ def advance(chosen, goes_on, table, k_lens, record, *rest):
         _count(ends[0], lane, leaves & ~ended & (place >= 0))
         place.copy_(torch.where(enters, _take(ends, lane, enters, page_size), torch.where(active, place, -1)))
         k_lens[1, :n] = torch.where(active, position + 1, 0)
-    row.copy_(torch.where(active, lane if shared else lane * recursions + recursion, -1))
-    if shared:
-        row.copy_(torch.where(recursion == 0, row, -1))
+    appends = recursion == 0 if shared else active
+    row.copy_(torch.where(appends, lane if shared else lane * recursions + recursion, -1))
     slot.copy_(_take(block, row, row >= 0, page_size))
     seen = block[0][lane if shared else row.clamp(min=0)] if block[0].numel() else torch.zeros_like(row)
     k_lens[0, :n] = torch.where(active, seen + (slot >= 0), 0)

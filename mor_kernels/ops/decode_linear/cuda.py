@@ -6,6 +6,7 @@ import torch
 
 from ... import _C
 from .._cuda import index_code, launch
+from .._layout import contiguous
 from .eager import OF_SQUARES
 
 # Rows of the weight that a block has, parts of K, and KB of shared memory for what a block has of both; 0: as the
@@ -22,10 +23,9 @@ def decode_linear(x, weight, norm_weight, squares, eps, residual, next_norm_weig
     )
     if y.numel():
         launch(
-            _C.decode_linear, x, weight, _contiguous(norm_weight), _contiguous(squares), residual,
-            _contiguous(next_norm_weight), y, scaled, next_squares, eps, n, width, columns, _partial(squares),
-            x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), gated, prefetch, *PLAN,
-            x.dtype,
+            _C.decode_linear, x, weight, *contiguous(norm_weight, squares), residual, *contiguous(next_norm_weight), y,
+            scaled, next_squares, eps, n, width, columns, _partial(squares), x.stride(0), weight.stride(0),
+            0 if residual is None else residual.stride(0), gated, prefetch, *PLAN, x.dtype,
         )  # fmt: skip
     return y, scaled, next_squares
 
@@ -36,16 +36,11 @@ def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm
     if n:
         positions, code = index_code(positions.contiguous())
         launch(
-            _C.decode_qkv, x, weight, _contiguous(norm_weight), _contiguous(squares), slots.contiguous(), positions, q,
-            k_cache, v_cache, eps, theta, n, x.shape[1], heads, groups, width, max(page_size, 1), _partial(squares),
-            pages * page_size, x.stride(0), weight.stride(0), (*k_cache.stride()[:3], *v_cache.stride()[:3]), prefetch,
-            *PLAN[1:], code,
+            _C.decode_qkv, x, weight, *contiguous(norm_weight, squares, slots), positions, q, k_cache, v_cache, eps,
+            theta, n, x.shape[1], heads, groups, width, max(page_size, 1), _partial(squares), pages * page_size,
+            x.stride(0), weight.stride(0), (*k_cache.stride()[:3], *v_cache.stride()[:3]), prefetch, *PLAN[1:], code,
         )  # fmt: skip
     return q
-
-
-def _contiguous(t):
-    return None if t is None else t.contiguous()
 
 
 def _partial(squares):
