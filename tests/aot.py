@@ -212,15 +212,17 @@ def scenarios() -> Iterator[Callable]:
     yield partial(ops.take_pages_, pages, whole(B), offsets, N, 16)
     yield partial(ops.commit_pages_, pages, whole(B), offsets)
     yield partial(ops.free_pages_, pages, whole(B))
-    lanes, record = ops.Lanes(whole(16, B), whole(2, B, dtype=torch.int32)), whole(B, 3)
+    lanes, record = ops.Lanes(whole(17, B), whole(2, B, dtype=torch.int32), whole()), whole(8, B, 3)
     for shared in (False, True):
         rows = B if shared else 3 * B
         block = pages._replace(lengths=whole(rows), owned=whole(rows), page_table=whole(rows, 8, dtype=torch.int32))
         rest = block, None if shared else pages, 3, 16
         x = floats(B, 960, dtype=BF16).detach()
         router = None if shared else (floats(B).detach(), floats(960, dtype=BF16).detach())
-        yield partial(ops.enter_, x, x, whole(B) > 0, *(router or ()))
-        yield partial(ops.advance_, whole(B), whole(B) > 0, lanes, record, *rest, shared=shared)
+        yield partial(ops.enter_, x, x, whole(B), *(router or ()))
+        at = whole(B) if shared else None
+        yield partial(ops.advance_, whole(B), whole(B) > 0, at, lanes, record, *rest, shared=shared)
+        yield partial(ops.leave, whole(B) > 0, lanes, x, 32)
 
 
 def for_hopper() -> Iterator[Callable]:

@@ -35,6 +35,7 @@ from .text import TextStream
 
 SMALL = 128  # slots of a tick up to which the time between two launches counts beside it
 AHEAD = 3  # launches that may be under way when the host waits for the oldest
+FEW = 32  # slots up to which fewer in last layer, head and first layer would take as long
 
 
 class QueueFull(RuntimeError):
@@ -99,10 +100,12 @@ class _Flight:
     slots: np.ndarray
     serials: np.ndarray  # ids of the requests in the slots: they may have ended meanwhile, and a slot be another's
     counts: np.ndarray | int  # tokens that the slots' rows may grow by
-    entering: np.ndarray | None = None  # of a tick: slots whose first token is taken to the block
+    ticks: tuple[np.ndarray, ...] = ()  # their records; none of a chunk
 
 
 _BINS = 400  # from a microsecond to more than a minute
+_WAITS, _FED = -1, -2
+_LATELY = 50  # ticks
 
 
 class Engine:
@@ -175,8 +178,9 @@ class Engine:
         self.cache.batch_invariant = self.batch_invariant = batch_invariant
         if batch_invariant:
             self.prefill_chunk = max_sequences
-        self._ticks_each = TICKS if self.device.type == "cuda" else 1  # where a launch costs something
-        self.program = Program(model, self.cache, max_sequences, self._recorded)
+        on_gpu = self.device.type == "cuda"  # where a launch costs something, and the first few tokens nothing
+        self._ticks_each, self._few = (TICKS, FEW) if on_gpu else (1, 1)
+        self.program = Program(model, self.cache, max_sequences, TICKS * (AHEAD + 2), self._recorded)
 
         self.requests: dict[int, _Request] = {}  # submitted and not yet collected
         self.waiting: deque[_Request] = deque()  # oldest first, all younger than those that run
@@ -186,15 +190,15 @@ class Engine:
         self.free_slots = list(range(max_sequences))  # a heap: ticks are as large as the highest slot at work
         self._ended: list[int] = []  # slots that the device still holds pages for
         self._by_themselves: set[int] = set()  # slots that it has freed
-        self._fed: list[int] = []  # slots whose first token the next tick takes to the block
         self._flights: deque[_Flight] = deque()  # oldest first
         # by slot: the request and its id, whether ticks have taken it over; places known to be taken in each row of the
-        # block and, in the last column, of its own ends; the recursion that its token takes next, -1 where none does;
-        # and how many places more each row may have got by now
+        # block and, in the last column, of its own ends; the recursion that its token takes next, _WAITS before the
+        # last layer, _FED before the first one; and how many places more each row may have got by now
         self._at: list[_Request | None] = [None] * max_sequences
         self._serials, self._in_flight = np.full(max_sequences, -1), np.zeros(max_sequences, bool)
         self._lengths = np.zeros((max_sequences, self.cache.rows_each + (self.cache.ends is not None)), np.int64)
-        self._recursion = np.full(max_sequences, -1)
+        self._recursion = np.full(max_sequences, _WAITS)
+        self._leaving = 1.0  # of tokens that take a pass, the share for which it is the last, lately
         self._ahead = np.zeros(max_sequences, np.int64)
         self._shown = np.full(max_sequences, np.nan)  # by slot, when the last token came out, in seconds
         self._submitted = self._generated = self._preemptions = self._ticks = self._passes = 0
@@ -517,7 +521,7 @@ class Engine:
             for r in ready:
                 del self._filling[r.id]
                 r.in_flight = self._in_flight[r.slot] = True
-                self._fed.append(r.slot)
+                self._recursion[r.slot] = _FED
         return bool(counts)
 
     def _size(self, number: int, most: int) -> int:
@@ -544,10 +548,18 @@ class Engine:
         self._flush()
         slots = np.flatnonzero(self._in_flight)
         size = self._size(int(slots[-1]) + 1, self.max_sequences)
-        found = self.program.tick(size, logprobs, count)
-        entering, self._fed = np.array(self._fed, np.int64), []
-        self._launched(found, slots, count, entering)
+        told = self.program.tick(size, self._places(size, len(slots), logprobs), logprobs, count)
+        found = [] if logprobs is None else self.program.logprobs_of(size, logprobs)
+        self._launched(found, slots, count, told)
         return True
+
+    def _places(self, size: int, slots: int, logprobs: int | None) -> int:
+        """For how many lanes there is room in last layer, head and first layer: as many as leave in the mean, and a
+        standard deviation. The few that find none wait for a tick."""
+        if self.batch_invariant or logprobs is not None or size <= self._few:
+            return size
+        share = self._leaving
+        return min(size, self._size(math.ceil(slots * share + math.sqrt(slots * share * (1 - share))), size))
 
     def _growth(self) -> np.ndarray:
         """By how much each row may grow in a tick, once nothing is under way."""
@@ -556,12 +568,12 @@ class Engine:
             r, deeper, rows = self._at[slot], self._recursion[slot] + 1, self.cache.rows_each
             if 0 < deeper < rows:
                 growth[r.slot, deeper] = 1
-            if r.slot in self._fed or len(r.tokens) + 1 < r.end:
+            if self._recursion[slot] == _FED or len(r.tokens) + 1 < r.end:
                 growth[r.slot, 0] = 1
                 growth[r.slot, rows:] = 1
         return growth
 
-    def _launched(self, found, slots: np.ndarray, counts, entering: np.ndarray | None = None) -> None:
+    def _launched(self, found, slots: np.ndarray, counts, ticks: tuple[np.ndarray, ...] = ()) -> None:
         host, there = [], None
         if self.device.type == "cpu":
             host = [t.numpy() for t in found]
@@ -572,18 +584,17 @@ class Engine:
             there = torch.cuda.Event()
             there.record()
         self._ahead[slots] += counts
-        self._flights.append(_Flight(host, there, slots, self._serials[slots], counts, entering))
+        self._flights.append(_Flight(host, there, slots, self._serials[slots], counts, ticks))
 
     def _land(self, flight: _Flight) -> None:
         """Learn what came out of a launch."""
         if flight.there:
             flight.there.synchronize()
         self._ahead[flight.slots] -= flight.counts
-        if flight.entering is None:
+        if not flight.ticks:
             self._land_chunk(flight)
-        else:
-            for nth in range(flight.counts):
-                self._land_tick(flight, nth)
+        for record in flight.ticks:
+            self._land_tick(flight, record)
 
     def _live(self, flight: _Flight) -> np.ndarray:
         return self._serials[flight.slots] == flight.serials
@@ -599,28 +610,29 @@ class Engine:
                 self._lengths[slot, len(rows) :] += count
                 self._record(self._at[slot], depths.tolist())
 
-    def _land_tick(self, flight: _Flight, nth: int) -> None:
+    def _land_tick(self, flight: _Flight, record: np.ndarray) -> None:
         self._ticks += 1
-        live = self._live(flight)
-        tokens, depths, finished = flight.host[nth][flight.slots].T
-        passed = depths > 0
-        self._passes += int(passed.sum())
         slots, rows = flight.slots, self.cache.rows_each
-        came = tokens != NOTHING
-        entered = live & ((came & (finished == 0)) | (np.isin(slots, flight.entering) & (nth == 0)))
-        following = np.where(entered, 0, np.where(came, -1, depths))
-        self._recursion[slots[live]] = following[live]
+        tokens, depths, following = record[slots].T
+        live, came = self._live(flight), tokens != NOTHING
+        passed = (depths > 0) & ~(came & live & (self._recursion[slots] == _WAITS))
+        self._passes += int(passed.sum())
+        if passed.any():
+            through = passed & (came | (following < 0))
+            self._leaving += (through.sum() / passed.sum() - self._leaving) / _LATELY
+        took_part = live & ((depths > 0) | (following >= 0))
+        self._recursion[slots[took_part]] = following[took_part]
         placed = live & (following >= 0) & (following < rows)
         self._lengths[slots[placed], following[placed]] += 1
-        self._lengths[slots[entered], rows:] += 1
+        self._lengths[slots[live & (following == 0)], rows:] += 1
         exits = came & live
-        slots, depths, tokens = slots[exits], depths[exits], tokens[exits]
+        slots, depths, tokens, following = slots[exits], depths[exits], tokens[exits], following[exits]
         self._depths += np.bincount(depths, minlength=len(self._depths))
         now, before = time.perf_counter(), self._shown[slots]
         self._shown[slots] = now
         bins = np.log(np.maximum((now - before[before == before]) * 1e6, 1)) / math.log(1.05)
         np.add.at(self._intervals, np.minimum(bins.astype(int), _BINS - 1), 1)
-        self._by_themselves = {*slots[finished[exits] != 0].tolist()}
+        self._by_themselves = {*slots[following < 0].tolist()}
         for slot, token, depth in zip(slots.tolist(), tokens.tolist(), depths.tolist()):
             r = self._at[slot]
             r.depths.append(depth)
@@ -635,7 +647,7 @@ class Engine:
             r.tokens.append(token)
             self._generated += 1
         if (wanted := r.params.logprobs) is not None:
-            values, ids = host[1][slot], host[2][slot]
+            values, ids = host[0][slot], host[1][slot]
             logprob = float(values[0])
             likeliest = tuple(zip(ids[:wanted].tolist(), values[1 : 1 + wanted].tolist()))
         if token < 0:
@@ -670,10 +682,8 @@ class Engine:
 
     def _release(self, r: _Request) -> None:
         slot, r.slot = r.slot, -1
-        self._lengths[slot], self._recursion[slot], self._shown[slot] = 0, -1, np.nan
+        self._lengths[slot], self._recursion[slot], self._shown[slot] = 0, _WAITS, np.nan
         self._at[slot], self._serials[slot], self._in_flight[slot] = None, -1, False
-        if slot in self._fed:
-            self._fed.remove(slot)
         if slot in self._by_themselves:
             self._by_themselves.remove(slot)
         else:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,10 +19,11 @@ from torch import Tensor
 from .. import ops
 from ..graphs import side_stream, without_workspace
 from ..model import MoR
+from ..ops.advance._fields import FIELDS
 from .cache import KVCache, Plan
 from .sampler import SamplingParams, log_probabilities
 
-TICKS = 2  # of a launch, at the most: from one graph to the next, and for its record to be copied, it takes 17 us
+TICKS = 2  # of a launch, at the most: from one graph to the next it takes longer than from a kernel to the next
 SETTINGS = ("seed", "top_k", "temperature", "top_p", "min_p")  # of sampling, for each slot
 STOPS = 8  # tokens that end a request which the device knows; the host knows them all
 
@@ -46,12 +48,11 @@ class _Tokens:
             if (value := getattr(self, f.name)) is not None:
                 value[index] = getattr(tokens, f.name)
 
-    def enter(self, mask: Tensor, tokens: _Tokens) -> None:
-        """Those of the mask are replaced, but for x, logits and replayed."""
+    def enter(self, lanes: Tensor, tokens: _Tokens) -> None:
+        """The lanes (m,) get the tokens, but for x, logits and replayed; those of -1 go to a row more that there is."""
         for name in ("last", "entry", "gates"):
             if (value := getattr(self, name)) is not None:
-                new = getattr(tokens, name)
-                value.copy_(torch.where(mask if value.dim() == 1 else mask[:, None], new, value))
+                value[torch.where(lanes >= 0, lanes, len(value) - 1)] = getattr(tokens, name)
 
 
 @dataclass
@@ -70,9 +71,9 @@ class Lane:
 class Program:
     """State of `max_sequences` slots, and the functions that advance it."""
 
-    def __init__(self, model: MoR, cache: KVCache, max_sequences: int, recorded: Callable | None = None):
-        """recorded(positions, seeds) -> depths, all (n,) int64 from 1: of tokens that ticks compute, for a benchmark
-        that wants them other than the router does."""
+    def __init__(self, model: MoR, cache: KVCache, max_sequences: int, records: int, recorded: Callable | None = None):
+        """records: ticks whose records are kept. recorded(positions, seeds) -> depths, all (n,) int64 from 1: of tokens
+        that ticks compute, for a benchmark that wants them other than the router does."""
         self.recorded = recorded
         self.everyone = torch.ones(max_sequences, dtype=torch.bool, device=model.embed_tokens.weight.device)
         # whether tokens at different recursions share a call of the block
@@ -92,9 +93,9 @@ class Program:
         )
         score = torch.promote_types(dtype, torch.float32)
         if self.config.router == "token_choice":
-            self.tokens.last = new(max_sequences, dtype=torch.int64)
-            self.tokens.entry = new(max_sequences, width, dtype=dtype)
-            self.tokens.gates = new(max_sequences, recursions, dtype=score)
+            self.tokens.last = new(max_sequences + 1, dtype=torch.int64)
+            self.tokens.entry = new(max_sequences + 1, width, dtype=dtype)
+            self.tokens.gates = new(max_sequences + 1, recursions, dtype=score)
         # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
         self.routers = self.aux_routers = None
         if self.config.router == "expert_choice" and self.config.router_arch == "linear":
@@ -102,7 +103,11 @@ class Program:
             self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
             self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
         self.router_versions = None
-        self.records = [new(max_sequences, 3, dtype=torch.int64) for _ in range(TICKS)]  # of a launch, see ops.advance_
+        self.ticks = 0  # launched
+        self.record = torch.zeros(records, max_sequences, 3, dtype=torch.int64)  # in turn of each, see ops.advance_
+        if self.device.type == "cuda":  # the device writes into the host's memory
+            self.record = self.record.pin_memory()
+        self.told, self.record = self.record.numpy(), _on_device(self.record, self.device)
         self.logprobs: dict[int, tuple[Tensor, Tensor]] = {}  # by their number; see `tick`
         self.chunks: dict[int, _Chunk] = {}  # by size
         self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] = {}
@@ -118,7 +123,7 @@ class Program:
             p = lane.params
             stops = (*lane.stops[:STOPS], *[-1] * (STOPS - len(lane.stops)))
             floats = struct.pack("3d", p.temperature, p.top_p, p.min_p)
-            state = (-1, lane.token, -1, -1, -1, -1, lane.position, lane.end, *stops)
+            state = (-1, lane.token, -1, -1, -1, -1, -1, lane.position, lane.end, *stops)
             columns.append((*state, lane.seed, p.top_k, *struct.unpack("3q", floats)))
         numbers = self.ints([*(lane.slot for lane in lanes), *(number for column in columns for number in column)])
         self.columns.index_copy_(1, numbers[: len(lanes)], numbers[len(lanes) :].view(len(lanes), -1).T)
@@ -126,7 +131,7 @@ class Program:
     def end(self, slots: list[int]) -> None:
         """Free slots and their pages, of requests that didn't end by themselves."""
         slots = self.ints(slots)
-        self.lanes.table[:6].index_fill_(1, slots, -1)
+        self.lanes.table[:7].index_fill_(1, slots, -1)
         self.cache.free(slots)
 
     def ints(self, values: Iterable) -> Tensor:
@@ -136,24 +141,31 @@ class Program:
 
     # Launches
 
-    def tick(self, n: int, logprobs: int | None = None, count: int = 1) -> list[Tensor]:
-        """So many times one pass of the block for slots 0..n-1, and the next token where it was the last.
+    def tick(self, n: int, leaving: int, logprobs: int | None = None, count: int = 1) -> tuple[np.ndarray, ...]:
+        """So many times one pass of the block for slots 0..n-1, and the next token where it was the last, for as many
+        as ``leaving`` of them; the others wait.
 
-        Tensors that the next launch overwrites: a record (n, 3) of each tick, see :func:`ops.advance_`; and, asked for
-        a number of logprobs in a single tick, the log-probabilities (n, 1 + logprobs) of the chosen token and the
-        likeliest ones, whose ids are (n, logprobs).
+        Returns the record (S, 3) of each tick on the host, which that many launches later is another's, see
+        :func:`ops.advance_`.
         """
-        slots = self.records[0].shape[0]
-        if logprobs is not None and logprobs not in self.logprobs:
-            score = torch.promote_types(self.tokens.x.dtype, torch.float32)
-            self.logprobs[logprobs] = (
-                torch.zeros(slots, 1 + logprobs, dtype=score, device=self.device),
-                torch.zeros(slots, logprobs, dtype=torch.int64, device=self.device),
+        self._run(
+            ("tick", n, leaving, logprobs, count), lambda: [self._tick(n, leaving, logprobs) for _ in range(count)]
+        )
+        turns = range(self.ticks, self.ticks + count)
+        self.ticks += count
+        return tuple(self.told[turn % len(self.told)] for turn in turns)
+
+    def logprobs_of(self, n: int, number: int) -> tuple[Tensor, Tensor]:
+        """After a single tick of n slots that was asked for so many, and until the next: log-probabilities
+        (n, 1 + number) of the chosen token and the likeliest ones, whose ids are (n, number)."""
+        if number not in self.logprobs:
+            slots, score = self.lanes.table.shape[1], torch.promote_types(self.tokens.x.dtype, torch.float32)
+            self.logprobs[number] = (
+                torch.zeros(slots, 1 + number, dtype=score, device=self.device),
+                torch.zeros(slots, number, dtype=torch.int64, device=self.device),
             )
-        records = [record[:n] for record in self.records[:count]]
-        self._run(("tick", n, logprobs, count), lambda: [self._tick(n, logprobs, record) for record in records])
-        more = () if logprobs is None else (t[:n] for t in self.logprobs[logprobs])
-        return [*records, *more]
+        values, ids = self.logprobs[number]
+        return values[:n], ids[:n]
 
     def prefill(self, size: int, runs: list[tuple[int, int, list[int], list[int]]]) -> Tensor:
         """Compute up to `size` tokens of prompts. runs: slot, first position, tokens, and recorded depths (0: none).
@@ -161,7 +173,7 @@ class Program:
         Returns (size,) the recursions that each token took, which the next chunk of that size overwrites.
         """
         if size not in self.chunks:
-            self.chunks[size] = _Chunk.new(size, min(size, self.records[0].shape[0]), self.device)
+            self.chunks[size] = _Chunk.new(size, min(size, self.lanes.table.shape[1]), self.device)
         chunk = self.chunks[size]
         rows = [[], [], []]
         for _, first, tokens, recorded in runs:
@@ -210,38 +222,53 @@ class Program:
                     torch.cat(of, out=stacked)
             self.router_versions = versions
 
-    def _tick(self, n: int, logprobs: int | None, record: Tensor) -> None:
-        recursion, _, row, slot, line, place, position, *_ = self.lanes.table[:, :n]
-        tokens, (k_lens, end_k_lens) = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
-        whole = self.cache.plan_pass(position, recursion, line, row, slot, k_lens)
-        # of tokens that go on the keys are written as well, to a place that is theirs and counts later
-        leaving = self.cache.plan_place(position, line, place, end_k_lens)
-        self._schedule_beside(n, whole if self.mixed else None, leaving)
+    def _tick(self, n: int, leaving: int, logprobs: int | None) -> None:
+        recursion, _, row, slot, line, _, _, position, *_ = self.lanes.table[:, :n]
+        seed = self.settings[0, :n]
+        tokens, k_lens = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
+        whole = self.cache.plan_pass(position, recursion, line, row, slot, k_lens[0])
+        ends, last = ops.Leaving(self.columns[:, :n], k_lens[1], tokens.x, None), None
+        if leaving == n:
+            # of tokens that go on the keys are written as well, to a place that is theirs and counts later
+            last = self._plan_last(ends)
+        self._schedule_beside(n, whole if self.mixed else None, last)
         update = self._block(tokens.x, position, recursion, whole)
-        seed, top_k, *floats = self.settings[:, :n]
         passing = tokens
         if self.recorded:
             passing = replace(tokens, last=self.recorded(position, seed), replayed=self.everyone[:n])
         goes_on = self._pass(passing, recursion, update)
-        logits = self.model.head(self.model.serve_last(tokens.x, position, leaving))
+        if leaving < n:
+            ends = ops.leave(goes_on, self.lanes._replace(table=self.columns), tokens.x, leaving)
+            last = self._plan_last(ends)
+            self._schedule_beside(leaving, last)
+        position = self._row(ends, "position")
+        logits = self.model.head(self.model.serve_last(ends.x, position, last))
+        seed, top_k, *floats = ends.columns[-len(SETTINGS) :]
         temperature, top_p, min_p = (t.view(torch.float64) for t in floats)
         chosen = ops.sample(logits, temperature, top_k, top_p, min_p, seed, position)
         if logprobs is not None:
-            values, ids = (t[:n] for t in self.logprobs[logprobs])
+            values, ids = self.logprobs_of(n, logprobs)
             own, top, top_ids = log_probabilities(logits, chosen.clamp(min=0), logprobs)
             values.copy_(torch.cat((own[:, None], top), 1))
             ids.copy_(top_ids)
-        block, ends = self.cache.block, self.cache.ends
-        ids, enters, rows, slots = ops.advance_(
-            chosen, goes_on, self.lanes, record, block.pages, ends and ends.pages, self.config.num_recursions,
-            block.page_size, shared=self.config.kv == "shared",
+        pages, end_pages = self.cache.block, self.cache.ends
+        ids, positions, lanes, slots, keys = ops.advance_(
+            chosen, goes_on, ends.at, self.lanes, self.record, pages.pages, end_pages and end_pages.pages,
+            self.config.num_recursions, pages.page_size, shared=self.config.kv == "shared",
         )  # fmt: skip
-        entering = self.cache.plan_place(position, rows, slots, end_k_lens)
-        self._schedule_beside(n, entering)
-        new = self._enter(ids, position, None, entering)
-        tokens.enter(enters, new)
-        first = None if self.routers is None else self.routers[0]
-        ops.enter_(tokens.x, new.x, enters, tokens.logits, first, self.config.temperature)
+        first = self.cache.plan_place(positions, lanes, slots, keys)
+        self._schedule_beside(leaving, first)
+        new = self._enter(ids, positions, None, first)
+        self.tokens.enter(lanes, new)
+        router = None if self.routers is None else self.routers[0]
+        ops.enter_(tokens.x, new.x, lanes, tokens.logits, router, self.config.temperature)
+
+    def _plan_last(self, ends: ops.Leaving) -> Plan | None:
+        return self.cache.plan_place(*(self._row(ends, name) for name in ("position", "line", "place")), ends.k_lens)
+
+    @staticmethod
+    def _row(ends: ops.Leaving, name: str) -> Tensor:
+        return ends.columns[FIELDS.index(name)]
 
     def _schedule_beside(self, n: int, *plans: Plan | None) -> None:
         # elsewhere the memory would have to be kept longer
@@ -310,12 +337,13 @@ class Program:
                 aux_weight=self.aux_routers, activation=config.router_activation, alpha=config.alpha,
                 temperature=config.temperature, residual=config.residual,
             )  # fmt: skip
-        everyone = torch.arange(len(recursion), device=self.device)
+        everyone, passes = torch.arange(len(recursion), device=self.device), (recursion >= 0)[:, None]
         goes_on = (recursion >= 0) & (recursion + 1 < (config.num_recursions if tokens.last is None else tokens.last))
         recursion = recursion.clamp(min=0)
         if config.router == "expert_choice":
             gates = self._at_recursions(model.expert_gates, recursion, tokens.x)
-            tokens.x.copy_(ops.scatter_back(tokens.x, update, everyone, gates, residual=config.residual))
+            new = ops.scatter_back(tokens.x, update, everyone, gates, residual=config.residual)
+            tokens.x.copy_(torch.where(passes, new, tokens.x))
             following = (recursion + 1).clamp(max=config.num_recursions - 1)
             wanted = self._at_recursions(model.goes_on, following, tokens.x)
             goes_on &= wanted if tokens.replayed is None else tokens.replayed | wanted
@@ -324,9 +352,9 @@ class Program:
             every_step = config.gate == "every_step"
             state = ops.scatter_back(tokens.x, update, everyone, gates if every_step else None, residual="none")
             left = ops.scatter_back(tokens.entry, state, everyone, None if every_step else gates)
-            tokens.x.copy_(torch.where(goes_on[:, None], state, left))
+            tokens.x.copy_(torch.where(passes, torch.where(goes_on[:, None], state, left), tokens.x))
         else:
-            tokens.x.copy_(update)
+            tokens.x.copy_(torch.where(passes, update, tokens.x))
         return goes_on
 
     def _block(self, x: Tensor, positions: Tensor, recursion: Tensor, plan: Plan) -> Tensor:
@@ -360,3 +388,17 @@ class _Chunk:
     def new(cls, size: int, runs: int, device: torch.device) -> _Chunk:
         new = functools.partial(torch.zeros, device=device, dtype=torch.int64)
         return cls(new(3, size), new(runs), torch.zeros(runs + 1, device=device, dtype=torch.int32), new(size))
+
+
+class _Mapped:
+    """Pinned memory as what lives on the device, which reads and writes it there."""
+
+    def __init__(self, pinned: Tensor):
+        self.pinned = pinned
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape), "typestr": "<i8", "data": (pinned.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+
+def _on_device(x: Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(_Mapped(x), device=device) if device.type == "cuda" else x

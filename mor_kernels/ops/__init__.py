@@ -9,7 +9,7 @@ backends. By default a GPU gets Triton's or the CUDA kernels, whichever were mea
 was; float64, and tensors on the CPU, get plain PyTorch.
 """
 
-from .advance import Entering, Lanes, advance_, enter_
+from .advance import Entering, Lanes, Leaving, advance_, enter_, leave
 from .attention import attention, attention_varlen
 from .decode_linear import decode_linear, decode_qkv_
 from .depth_step import depth_step_
@@ -40,6 +40,7 @@ __all__ = [
     "Depths",
     "Entering",
     "Lanes",
+    "Leaving",
     "Packed",
     "Pages",
     "Routed",
@@ -62,6 +63,7 @@ __all__ = [
     "kv_append",
     "kv_append_",
     "kv_lookup",
+    "leave",
     "linear_cross_entropy",
     "max_vio",
     "pack_depths",

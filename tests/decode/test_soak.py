@@ -3,6 +3,7 @@
     python tests/decode/test_soak.py [REQUESTS]   # on CUDA where there is one
 """
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -46,9 +47,12 @@ def soak(model, requests: int, seed: int = 0, compared: int = 20) -> dict:
     """Submit, step, cancel, run out of pages; returns the engine's metrics at the end."""
     rng = random.Random(seed)
     rows = 1 if model.config.kv == "shared" else model.config.num_recursions
-    options = {"max_sequences": 7, "page_size": 4, "eos_token_id": 3, "batch_invariant": torch.cuda.is_available()}
+    exact = model.embed_tokens.weight.dtype == torch.bfloat16
+    options = {"max_sequences": 7, "page_size": 4, "eos_token_id": 3, "batch_invariant": exact}
     engine = Engine(model, num_pages=20 * rows, prefill_chunk=8, max_waiting=9, **options)
     engine._ticks_each = TICKS  # on a CPU, too
+    if not exact:  # tokens often have to wait for the last layer
+        engine._places = lambda size, slots, logprobs: size if logprobs is not None else -(-size // 2)
     work, streamed, outcomes, submitted = {}, {}, [], 0
     while submitted < requests or engine.requests:
         while submitted < requests and rng.random() < 0.5:
@@ -83,8 +87,8 @@ def soak(model, requests: int, seed: int = 0, compared: int = 20) -> dict:
         assert completion.tokens == alone.tokens[:n]
         assert completion.depths == alone.depths[: len(completion.depths)]
         if params.logprobs is not None:
-            exact = options["batch_invariant"]
-            assert completion.logprobs == (alone.logprobs[:n] if exact else pytest.approx(alone.logprobs[:n], rel=1e-6))
+            # in fp32 and wider sums in another order, of logits some tens large
+            assert completion.logprobs == (alone.logprobs[:n] if exact else pytest.approx(alone.logprobs[:n], abs=1e-3))
     metrics = engine.metrics()
     assert metrics["pages_in_use"] == metrics["running"] == metrics["waiting"] == 0
     for pool in filter(None, (engine.cache.block, engine.cache.ends)):
@@ -95,12 +99,14 @@ def soak(model, requests: int, seed: int = 0, compared: int = 20) -> dict:
 
 @pytest.mark.parametrize("fields", STRATEGIES, ids=lambda fields: "-".join(str(v) for v in fields.values()))
 def test_random_load(fields):
-    """On a GPU in bf16, with graphs; memory doesn't grow from one load to the next."""
-    cuda = torch.cuda.is_available()
-    model = tiny(3, **fields)[0].to("cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float64)
-    metrics = soak(model, 600 if cuda else 20, compared=20 if cuda else 3)
-    assert metrics["preemptions"] > 0 or not cuda
-    if cuda:
+    """On a GPU with graphs, and in bf16 as well; memory doesn't grow from one load to the next."""
+    cuda, (model, _) = torch.cuda.is_available(), tiny(3, **fields)
+    if not cuda:
+        soak(model, 20, compared=3)
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model.to("cuda", dtype)
+        assert soak(model, 600, compared=20)["preemptions"] > 0
         held = []
         for seed in (1, 2):
             soak(model, 50, seed, compared=0)
@@ -115,8 +121,9 @@ if __name__ == "__main__":
 
     torch.set_grad_enabled(False)
     count, cuda = int((sys.argv[1:] or ["20000"])[0]), torch.cuda.is_available()
-    for fields in STRATEGIES:
-        model = tiny(3, **fields)[0].to("cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float64)
+    dtypes = (torch.float32, torch.bfloat16) if cuda else (torch.float64,)
+    for fields, dtype in itertools.product(STRATEGIES, dtypes):
+        model = tiny(3, **fields)[0].to("cuda" if cuda else "cpu", dtype)
         start = time.perf_counter()
-        found = soak(model, count // len(STRATEGIES), seed=7, compared=100)
-        print(f"{fields}: {time.perf_counter() - start:.0f} s, {found}", flush=True)
+        found = soak(model, count // len(STRATEGIES) // len(dtypes), seed=7, compared=100)
+        print(f"{fields}, {dtype}: {time.perf_counter() - start:.0f} s, {found}", flush=True)

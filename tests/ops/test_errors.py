@@ -217,11 +217,11 @@ BAD = [
         "free_pages_: page_table: expected a contiguous tensor, got strides",
     ),
     (
-        lambda: ops.enter_(X[0], X[0], I5[0] > 0, X[0, :, 0].contiguous()),
+        lambda: ops.enter_(X[0], X[0], I5[0], X[0, :, 0].contiguous()),
         "enter_: weight: expected a router where logits are given",
     ),
     (
-        lambda: ops.advance_(I2[0], I2[0] > 0, ops.Lanes.new(1, 0, "cpu"), I2[0], PAGES, None, 1, 4),
+        lambda: ops.advance_(I2[0], I2[0] > 0, None, ops.Lanes.new(I2.shape[1], 0, "cpu"), I2[0], PAGES, None, 1, 4),
         "advance_: record: expected shape",
     ),
     (

@@ -56,14 +56,15 @@ def advanced():
     """Places of two lanes, of which one begins."""
     lanes, block, ends = ops.Lanes.new(2, 1, "cpu"), ops.Pages.new(4, 4, 2, "cpu"), ops.Pages.new(2, 2, 2, "cpu")
     lanes.row("feed")[1] = 3
-    record, none = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    return ops.advance_(none, none > 0, lanes, record, block, ends, 2, 4).slots + lanes.row("slot")
+    record, none = torch.zeros(1, 2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    at = ops.leave(none > 0, lanes, x[0, :2].detach(), 2).at
+    return ops.advance_(none, none > 0, at, lanes, record, block, ends, 2, 4).slots + lanes.row("slot")
 
 
 def entered():
     with torch.no_grad():
         state, scores = x[0].clone(), torch.zeros(N)
-        ops.enter_(state, x[1].clone(), torch.arange(N) % 2 > 0, scores, weight)
+        ops.enter_(state, x[1].clone(), torch.where(torch.arange(N) < 3, torch.arange(N), -1), scores, weight)
         return state + scores[:, None]
 
 
@@ -117,6 +118,7 @@ CALLS = {
     "kv_append_": append_in_place,
     "kv_lookup": lambda: ops.kv_lookup(cache, cache, pages, cu_seqlens, 2 * N)[0],
     "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, floats(NR, D), depths - 1),
+    "leave": lambda: ops.leave(torch.zeros(2) > 0, ops.Lanes.new(2, 1, "cpu"), x[0, :2].detach(), 1).columns,
     "max_vio": lambda: ops.max_vio(counts),
     "pack_depths": lambda: ops.pack_depths(depths, NR).indices,
     "paged_attention": lambda: ops.paged_attention(

@@ -4,45 +4,89 @@ from __future__ import annotations
 
 import torch
 
+from .. import _checks
 from ..pages.eager import free as give
 from ._fields import FIELDS, NOTHING
 
 
-def advance(chosen, goes_on, table, k_lens, record, *rest):
-    block, ends, (recursions, shared, page_size) = rest[:5], rest[5:10], rest[10:]
-    n = chosen.shape[0]
+def leave(goes_on, table, k_lens, x, size):
+    n = goes_on.shape[0]
     own = table[:, :n]
-    recursion, feed, row, slot, line, place, position, end = own[: len(FIELDS)]
-    passed = recursion >= 0
-    leaves = passed & ~goes_on
-    ended = leaves & ((chosen < 0) | (chosen == own[len(FIELDS) :]).any(0) | (position + 2 >= end))
-    enters = (leaves & ~ended) | (feed >= 0)
-    active = enters | (passed & goes_on)
-    record[:, 0] = torch.where(leaves, chosen, NOTHING)
-    record[:, 1] = torch.where(passed, recursion + 1, 0)
-    record[:, 2] = ended
-    ids = torch.where(feed >= 0, feed, chosen.clamp(min=0))
+    _, feed, _, _, line, _, waits = own[:7]
+    lane = torch.arange(n, device=x.device)
+    wants = ((line >= 0) & ~goes_on) | (feed >= 0)
+    first = wants & (waits >= 0)
+    rank = torch.where(first, first.cumsum(0), first.sum() + (wants & ~first).cumsum(0)) - 1
+    at = torch.where(wants & (rank < size), rank, -1)
+    lanes = _placed(lane, at, size, -1)
+    columns = table.new_zeros(table.shape[0], size)
+    columns[: len(FIELDS)] = -1
+    there, safe = lanes >= 0, lanes.clamp(min=0)
+    if n:
+        columns = torch.where(there, own[:, safe], columns)
+        rows, keys = torch.where(there[:, None], x[safe], 0), torch.where(there, k_lens[1, safe], 0)
+    else:
+        rows, keys = x.new_zeros(size, x.shape[1]), k_lens.new_zeros(size)
+    return columns, keys, rows, at
 
+
+def _placed(values, at, size, missing):
+    """(size,) values (n,) at their places, of which -1 is none."""
+    longer = values.new_full((size + 1,), missing)
+    longer[torch.where(at >= 0, at, size)] = values
+    return longer[:-1]
+
+
+def advance(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
+    block, ends, (recursions, shared, page_size) = rest[:5], rest[5:10], rest[10:]
+    n, size = goes_on.shape[0], chosen.shape[0]
+    own = table[:, :n]
+    recursion, feed, row, slot, line, place, waits, position, end = own[: len(FIELDS)]
     lane = torch.arange(n, device=chosen.device)
+    at = lane if at is None else at
+    there, passed = at >= 0, recursion >= 0
+    token = torch.nn.functional.pad(chosen, (0, 1))[torch.where(there, at, size)]
+    through = (line >= 0) & ~goes_on
+    leaves, waiting, fed = through & there, through & ~there, there & (feed >= 0)
+    ended = leaves & ((token < 0) | (token == own[len(FIELDS) :]).any(0) | (position + 2 >= end))
+    going = leaves & ~ended
+    enters = going | fed
+    passes = enters | (passed & goes_on)
+    active = passes | waiting
+    taken = torch.where(passed, recursion + 1, waits)
+    following = torch.where(enters, 0, torch.where(passes, recursion + 1, -1))
+    depth = torch.where(passed | leaves, taken, 0)
+    told = torch.stack((torch.where(leaves, token, NOTHING), depth, following), 1)
+    record[(ticks % record.shape[0]).view(1), :n] = told[None]
+    ticks.add_(1)
+    ids = torch.where(fed, feed, token.clamp(min=0))
+
     each = 1 if shared else recursions
     for r in range(each):
         give(*block, torch.where(ended, lane * each + r, -1))
     _count(block[0], row, passed & ~ended & (slot >= 0))
-    position.add_((leaves & ~ended).long())
-    recursion.copy_(torch.where(enters, 0, torch.where(active, recursion + 1, -1)))
-    feed.fill_(-1)
+    position.add_(going.long())
+    recursion.copy_(following)
+    waits.copy_(torch.where(waiting, taken, -1))
+    feed.copy_(torch.where(there, -1, feed))
     line.copy_(torch.where(active, lane, -1))
     if ends[0] is not None:
         give(*ends, torch.where(ended, lane, -1))
-        _count(ends[0], lane, leaves & ~ended & (place >= 0))
+        _count(ends[0], lane, going & (place >= 0))
         place.copy_(torch.where(enters, _take(ends, lane, enters, page_size), torch.where(active, place, -1)))
         k_lens[1, :n] = torch.where(active, position + 1, 0)
-    appends = recursion == 0 if shared else active
+    appends = recursion == 0 if shared else passes
     row.copy_(torch.where(appends, lane if shared else lane * recursions + recursion, -1))
     slot.copy_(_take(block, row, row >= 0, page_size))
     seen = block[0][lane if shared else row.clamp(min=0)] if block[0].numel() else torch.zeros_like(row)
-    k_lens[0, :n] = torch.where(active, seen + (slot >= 0), 0)
-    return ids, enters, torch.where(enters, lane, -1), torch.where(enters, place, -1)
+    k_lens[0, :n] = torch.where(passes, seen + (slot >= 0), 0)
+    return (
+        _placed(ids, at, size, 0),
+        _placed(torch.where(enters, position, 0), at, size, 0),
+        _placed(torch.where(enters, lane, -1), at, size, -1),
+        _placed(torch.where(enters, place, -1), at, size, -1),
+        _placed(torch.where(enters, position + 1, 0).int(), at, size, 0),
+    )
 
 
 def _count(lengths, rows, mask):
@@ -74,8 +118,15 @@ def _take(pages, rows, mask, page_size):
     return torch.where(there, page.long() * page_size + length % page_size, -1)
 
 
-def enter(x, new, enters, logits, weight, temperature):
-    x.copy_(torch.where(enters[:, None], new, x))
+def enter(x, new, lanes, logits, weight, temperature):
+    n = x.shape[0]
+    _checks.indices("enter_", "lanes", lanes, n)
+    if not n or not len(lanes):
+        return
+    # each lane's row of new, if it has one
+    at = _placed(torch.arange(len(lanes), device=x.device), lanes, n, -1)
+    enters, at = at >= 0, at.clamp(min=0)
+    x.copy_(torch.where(enters[:, None], new[at], x))
     if logits is not None:
         score = torch.nn.functional.linear(new.to(logits.dtype), weight.to(logits.dtype)[None])[:, 0] / temperature
-        logits.copy_(torch.where(enters, score, logits))
+        logits.copy_(torch.where(enters, score[at], logits))
