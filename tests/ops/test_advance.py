@@ -73,8 +73,7 @@ class Plain:
             lane["line"] = i if passes or lane["waits"] >= 0 else -1
             records[-1].append(lane["recursion"])
         each = 1 if self.shared else self.recursions
-        for r in range(each):
-            self.block.give_back([i * each + r for i in given])
+        self.block.give_back([i * each + r for i in given for r in range(each)])
         if self.ends:
             self.ends.give_back(given)
         for i, lane in enumerate(self.lanes[:n]):  # each pool's pages are taken in the order of the lanes

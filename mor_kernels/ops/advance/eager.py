@@ -61,9 +61,8 @@ def advance(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
     ticks.add_(1)
     ids = torch.where(fed, feed, token.clamp(min=0))
 
-    each = 1 if shared else recursions
-    for r in range(each):
-        give(*block, torch.where(ended, lane * each + r, -1))
+    rows = lane[:, None] if shared else lane[:, None] * recursions + torch.arange(recursions, device=lane.device)
+    give(*block, torch.where(ended[:, None], rows, -1).flatten())
     _count(block[0], row, passed & ~ended & (slot >= 0))
     position.add_(going.long())
     recursion.copy_(following)

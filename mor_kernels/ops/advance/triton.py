@@ -140,21 +140,19 @@ def _advance(
     ends_free = tl.zeros((), tl.int64)
     if ends_lengths is not None:
         ends_free = tl.load(ends_free_count)
-    if MANY:  # pages are given before any is taken, in one order however many lanes are looked at together
-        for r in range(rows_each):
-            for first in range(0, n, LANES):
-                lane = (first + tl.arange(0, LANES)).to(tl.int64)
-                _, _, _, _, ended = _ends(chosen, goes_on, at, table, slots, lane, lane < n, STOPS)
-                row = lane * rows_each + r
-                free = give(lengths, owned, page_table, free_pages, free, max_pages, row, ended, PAGES)
-        if ends_lengths is not None:
-            for first in range(0, n, LANES):
-                lane = (first + tl.arange(0, LANES)).to(tl.int64)
-                _, _, _, _, ended = _ends(chosen, goes_on, at, table, slots, lane, lane < n, STOPS)
-                ends_free = give(
-                    ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, ended,
-                    PAGES,
-                )  # fmt: skip
+    if MANY:  # pages are given before any is taken
+        for first in range(0, n, LANES):
+            lane = (first + tl.arange(0, LANES)).to(tl.int64)
+            _, _, _, _, ended = _ends(chosen, goes_on, at, table, slots, lane, lane < n, STOPS)
+            if tl.max(ended.to(tl.int32)) > 0:
+                free = give(
+                    lengths, owned, page_table, free_pages, free, max_pages, lane * rows_each, rows_each, ended, PAGES
+                )
+                if ends_lengths is not None:
+                    ends_free = give(
+                        ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, 1,
+                        ended, PAGES,
+                    )  # fmt: skip
         tl.debug_barrier()
     at_ends = tl.zeros((), tl.int32)
     for first in range(0, n, LANES):
@@ -183,12 +181,12 @@ def _advance(
         following = tl.where(enters, 0, tl.where(passes, recursion + 1, -1))
         if MANY == 0:
             if tl.max(ended.to(tl.int32)) > 0:
-                for r in range(rows_each):
-                    row_of = lane * rows_each + r
-                    free = give(lengths, owned, page_table, free_pages, free, max_pages, row_of, ended, PAGES)
+                free = give(
+                    lengths, owned, page_table, free_pages, free, max_pages, lane * rows_each, rows_each, ended, PAGES
+                )
                 if ends_lengths is not None:
                     ends_free = give(
-                        ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane,
+                        ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, 1,
                         ended, PAGES,
                     )  # fmt: skip
                 tl.debug_barrier()  # what was given is there to be taken

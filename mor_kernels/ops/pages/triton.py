@@ -93,10 +93,21 @@ def _commit(lengths, rows, cu_seqlens, lanes, LANES: tl.constexpr):
 
 
 @triton.jit
-def give(lengths, owned, page_table, free_pages, free, max_pages, row, mask, PAGES: tl.constexpr):
-    """All pages of the rows, whose lengths become 0; returns the pages left."""
-    held = tl.load(owned + row, mask=mask, other=0)
+def give(lengths, owned, page_table, free_pages, free, max_pages, first_row, rows_each, mask, PAGES: tl.constexpr):
+    """All pages of so many rows of each lane, one lane after another, whose lengths become 0; returns the pages left."""
+    held = tl.zeros(first_row.shape, tl.int64)
+    for r in range(rows_each):
+        held += tl.load(owned + first_row + r, mask=mask, other=0)
     before = tl.cumsum(held, 0) - held + free
+    for r in range(rows_each):
+        before += _give_row(lengths, owned, page_table, free_pages, before, max_pages, first_row + r, mask, PAGES)
+    return free + tl.sum(held)
+
+
+@triton.jit
+def _give_row(lengths, owned, page_table, free_pages, before, max_pages, row, mask, PAGES: tl.constexpr):
+    """A row's pages become the free ones from number `before` on; returns how many there are."""
+    held = tl.load(owned + row, mask=mask, other=0)
     most = tl.max(held)
     nth = tl.zeros((), tl.int64)
     while nth < most:
@@ -109,7 +120,7 @@ def give(lengths, owned, page_table, free_pages, free, max_pages, row, mask, PAG
     tl.debug_barrier()  # other threads may hold the same lanes: they have read before these are written
     tl.store(owned + row, 0, mask=mask)
     tl.store(lengths + row, 0, mask=mask)
-    return free + tl.sum(held)
+    return held
 
 
 @triton.jit(do_not_specialize=["lanes", "max_pages"])
@@ -121,7 +132,7 @@ def _free(
     for first in range(0, lanes, MOVING):
         lane = first + tl.arange(0, MOVING)
         row = tl.load(rows + lane, mask=lane < lanes, other=-1)
-        free = give(lengths, owned, page_table, free_pages, free, max_pages, row, row >= 0, PAGES)
+        free = give(lengths, owned, page_table, free_pages, free, max_pages, row, 1, row >= 0, PAGES)
     tl.store(free_count, free)
 
 
