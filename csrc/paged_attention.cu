@@ -239,7 +239,6 @@ struct Attention {
   float2* statistics;  // m and l of each
   int64_t q_token, q_head, q_d;
   float factor;  // scale * log2 e
-  int64_t pages;
   int lines, ranges, table_rows, max_pages;
   int room;  // for keys, in a row of the page table
   int groups, width, pitch, block_q, rows, row_tiles;
@@ -907,28 +906,6 @@ struct Upcoming {
   }
 };
 
-// Into the L2 cache the keys and values that a block begins with, while the kernel before this one runs. What is read
-// here it might still write, so it serves as a hint alone, is checked, and isn't kept in the L1 cache.
-template <class C>
-__device__ __forceinline__ void request_first(const Attention& p, int g) {
-  const Line line(__ldcg(p.entries() + blockIdx.x / p.groups * kEntry + min(threadIdx.x % kWarp, kEntry - 1)));
-  const int last = last_of(p, line);
-  const int* table = p.page_table + int64_t(line.row) * p.max_pages;
-#pragma unroll
-  for (int i = 0; i < C::kPlaces; ++i) {
-    const int key = Upcoming<C>::key(line.first, i);
-    if (key < 0 || key >= last) continue;
-    const int64_t page = __ldcg(table + p.page_size(key)), slot = key - p.page_size(key) * p.page_size.divisor;
-    if (page < 0 || page >= p.pages) continue;
-#pragma unroll
-    for (int byte = 0; byte < C::kRowBytes; byte += 128) {
-      if (byte >= p.width * int(sizeof(typename C::Stored))) break;
-      request_line(p.k.x + page * p.k.page + slot * p.k.slot + g * p.k.head + byte);
-      request_line(p.v.x + page * p.v.page + slot * p.v.slot + g * p.v.head + byte);
-    }
-  }
-}
-
 // The keys of a part that a warp goes through, for the block's rows of a tile, from number `row` on.
 template <class C>
 struct Part {
@@ -1050,10 +1027,8 @@ __device__ __forceinline__ void finish(const Attention& p, int part, int g, int 
 template <class C>
 __global__ void __launch_bounds__(kThreads, C::kBlocks) paged_attention_kernel(const __grid_constant__ Attention p) {
   Shared<C>& shared = *launched_memory<Shared<C>>();
+  take_over();
   const int g = blockIdx.x % p.groups, row = blockIdx.y * C::kRows;
-  let_next_begin();
-  if constexpr (!C::kAny) request_first<C>(p, g);
-  await_previous();
   int number = load_range(p, blockIdx.x / p.groups);
   int part = __shfl_sync(kAll, number, kFields);
   const int end = part + __shfl_sync(kAll, number, kFields + 1);
@@ -1132,7 +1107,7 @@ void paged_attention(Address q, Address k, Address v, Address page_table, Addres
                units(of_v[0]), units(of_v[1])},
               pointer<int>(page_table), pointer<int>(schedule), pointer<void>(positions), pointer<void>(out),
               pointer<float>(sums), pointer<float2>(statistics), of_q[0], of_q[1], of_q[2],
-              float(scale * 1.4426950408889634), pages, lines, ranges, table_rows, max_pages,
+              float(scale * 1.4426950408889634), lines, ranges, table_rows, max_pages,
               int(std::min<int64_t>(int64_t(max_pages) * page_size, 0x7fffffff)), groups, width, ceil_div(width, 4) * 4,
               block_q, block_q * group, 1, positions_dtype, dtype, cache_dtype, Divisor(page_size), Divisor(group)};
   if (!wide || (cache_dtype != dtype && (cache_dtype != kE4M3 || dtype == kF32))) run_width<float, true>(p, stream);
