@@ -63,7 +63,10 @@ RECURSIVE = {
     **{f"mor-{r}": {"num_recursions": r, "router": "expert_choice", "kv": "recursion_wise"} for r in (2, 3, 4)},
     "mor-4-shared": {"num_recursions": 4, "router": "expert_choice", "kv": "shared"},
     "recursive-4": {"num_recursions": 4},
+    "mor-4-hybrid": {"num_recursions": 4, "router": "expert_choice", "kv": "hybrid"},
+    "mor-4-token": {"num_recursions": 4, "router": "token_choice", "kv": "recursion_wise"},
 }
+ONCE = ("mor-4-hybrid", "mor-4-token")  # measured in the first case alone: their ticks are of many kernels
 SEQUENCES, ALONE = 32, (8, 128, 512)
 PAPER = {"mor-2": 42, "mor-3": 48, "mor-4": 51}
 QUICK = "mor-4"  # and its vanilla
@@ -118,7 +121,10 @@ def engine_of(model: MoR, mix: Sequence[float] | None, seeds: int, **options) ->
 
 
 def capacity_mix(config: MoRConfig) -> tuple[float, ...]:
-    """Shares of depths 1, 2, ... if as many tokens go on as in training; without a router all take every recursion."""
+    """Shares of depths 1, 2, ... if as many tokens go on as in training, all of them equal where tokens choose, which
+    their balance is for; without a router all take every recursion."""
+    if config.router == "token_choice":
+        return (1 / config.num_recursions,) * config.num_recursions
     reach = [*(config.capacities or (1,) * config.num_recursions), 0]
     return tuple(a - b for a, b in zip(reach, reach[1:]))
 
@@ -393,7 +399,7 @@ def points(subject: Subject, alone: bool, quick: bool) -> list[Point]:
     found = [Point(f"{SEQUENCES} sequences", SEQUENCES, REQUESTS)]
     if subject.name in PAPER:
         found.append(Point("paper's batch", PAPER[subject.name], REQUESTS))
-    if quick:
+    if quick or subject.name in ONCE:
         return found
     found.append(Point("same bytes", None, REQUESTS))
     return found + [Point(f"{count} sequences", count, ALONE_REQUESTS) for count in ALONE if alone]

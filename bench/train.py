@@ -60,7 +60,7 @@ KERNELS = {
     "optimizer": r"multi_tensor|adam|lpnorm",
     "routing": r"route|scatter|gather|topk|sort|radix|select|histogram|invert|sum_partials|(append|merge|lookup)_kernel"
     r"|^_(in_place|backward_of_slots|logit_gradients|score|pack|choose|aux|balance|z|mean|append|merge|lookup)"
-    r"|depth_step|sample_kernel|^_(advance|enter|take|commit|free)$",
+    r"|depth_step|sample_kernel|^_(advance|enter|leave|take|commit|free)$",
     "copies": r"memcpy|memset|copy|fill",
 }
 LONGEST = 20  # kernels whose names are kept

@@ -59,6 +59,7 @@ def test_depths_have_the_mix_and_depend_on_nothing_else():
 def test_mixes_of_the_capacities():
     models = {subject.name: subject for subject in decode.subjects("360M", "meta")}
     assert models["mor-4"].mix == (0.25,) * 4 and models["mor-3"].mix == pytest.approx((1 / 3,) * 3)
+    assert models["mor-4-token"].mix == models["mor-4-hybrid"].mix == (0.25,) * 4
     assert models["recursive-4"].mix is models["vanilla-34"].mix is None
     assert decode.capacity_mix(models["recursive-4"].config) == (0, 0, 0, 1)
     assert decode.capacity_mix(models["vanilla-32"].config) == (1,)
@@ -73,13 +74,14 @@ def test_mixes_of_the_capacities():
 def test_models_and_what_they_are_compared_with():
     models = decode.subjects("360M", "meta")
     names = ["vanilla-32", "vanilla-34", "mor-2", "mor-3", "mor-4", "mor-4-shared", "recursive-4"]
-    assert [subject.name for subject in models] == names
+    assert [subject.name for subject in models] == [*names, "mor-4-hybrid", "mor-4-token"]
     for subject in models:
         assert subject.vanilla == f"vanilla-{34 if '4' in subject.name else 32}"
         assert subject.config.num_hidden_layers == (34 if "4" in subject.name else 32)
     cases = {s.name: [(p.case, p.slots) for p in decode.points(s, s is models[0], False)] for s in models}
     both = [("32 sequences", 32), ("same bytes", None)]
     assert cases["vanilla-34"] == cases["mor-4-shared"] == cases["recursive-4"] == both
+    assert cases["mor-4-hybrid"] == cases["mor-4-token"] == both[:1]
     assert cases["vanilla-32"] == [*both, ("8 sequences", 8), ("128 sequences", 128), ("512 sequences", 512)]
     for name, batch in (("mor-2", 42), ("mor-3", 48), ("mor-4", 51)):
         assert cases[name] == [both[0], ("paper's batch", batch), both[1]]

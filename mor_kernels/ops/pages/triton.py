@@ -94,7 +94,7 @@ def _commit(lengths, rows, cu_seqlens, lanes, LANES: tl.constexpr):
 
 @triton.jit
 def give(lengths, owned, page_table, free_pages, free, max_pages, first_row, rows_each, mask, PAGES: tl.constexpr):
-    """All pages of so many rows of each lane, one lane after another, whose lengths become 0; returns the pages left."""
+    """All pages of so many rows of each lane, lane after lane, whose lengths become 0; returns the pages left."""
     held = tl.zeros(first_row.shape, tl.int64)
     for r in range(rows_each):
         held += tl.load(owned + first_row + r, mask=mask, other=0)
