@@ -449,16 +449,20 @@ class Engine:
     def _admit(self) -> None:
         """Give slots to waiting requests, in order, while the pages would do for all that is still to be computed, and
         a page for each one that runs."""
+        if not self.waiting or not self.free_slots:
+            return
+        used = self._pages_used(self._ahead[:, None])  # whatever is admitted holds nothing yet
+        pending = [r.pending for r in self._filling.values()]
         while self.waiting and self.free_slots:
             request = self.waiting[0]
-            pending = [r.pending for r in self._filling.values()] + [len(request.tokens)]
-            used, more = self._pages_used(self._ahead[:, None]), self._pages_for(pending)
+            more = self._pages_for([*pending, len(request.tokens)])
             if self.running and any(a + b + len(self.running) > pool.num_pages for a, (pool, b) in zip(used, more)):
                 break
             self.waiting.popleft()
             request.slot = slot = heapq.heappop(self.free_slots)
             self._at[slot], self._serials[slot] = request, request.id
             self.running[request.id] = self._filling[request.id] = request
+            pending.append(request.pending)
             if request.params.logprobs is not None:
                 self._wanting[request.id] = request.params.logprobs
 
@@ -496,12 +500,12 @@ class Engine:
             return counts, more
 
         counts, more = chosen()
-        if counts and not self._fits((self._ahead + more)[:, None]):
-            self._drain()
-            counts, more = chosen()
-            while counts and not self._fits(more[:, None]):
+        while counts and not self._fits((self._ahead + more)[:, None]):
+            if self._flights:
+                self._land(self._flights.popleft())
+            else:
                 self._preempt()
-                counts, more = chosen()
+            counts, more = chosen()
         self._flush()
         if counts:
             runs = []
@@ -538,15 +542,16 @@ class Engine:
         logprobs = max(self._wanting.values(), default=None)
         size = self._size(int(np.flatnonzero(self._in_flight)[-1]) + 1, self.max_sequences)
         count = self._ticks_each if logprobs is None and size <= SMALL else 1
+        while self._flights and not self._fits((self._ahead + count * self._in_flight)[:, None]):
+            self._land(self._flights.popleft())
         if not self._fits((self._ahead + count * self._in_flight)[:, None]):
-            self._drain()
             while not self._fits(self._growth()):
                 self._preempt()
-            if not self._in_flight.any():
-                return False
             count = 1
-        self._flush()
         slots = np.flatnonzero(self._in_flight)
+        if not len(slots):
+            return False
+        self._flush()
         size = self._size(int(slots[-1]) + 1, self.max_sequences)
         told = self.program.tick(size, self._places(size, len(slots), logprobs), logprobs, count)
         found = [] if logprobs is None else self.program.logprobs_of(size, logprobs)
