@@ -104,10 +104,12 @@ class Program:
             self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
         self.router_versions = None
         self.ticks = 0  # launched
-        self.record = torch.zeros(records, max_sequences, 3, dtype=torch.int64)  # in turn of each, see ops.advance_
-        if self.device.type == "cuda":  # the device writes into the host's memory
-            self.record = self.record.pin_memory()
-        self.told, self.record = self.record.numpy(), _on_device(self.record, self.device)
+        self.told = torch.zeros(records, max_sequences, 3, dtype=torch.int64)  # in turn of each, see ops.advance_
+        self.record = self.told.to(self.device)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self.told = self.told.pin_memory()
+                self.record = torch.as_tensor(_Mapped(self.told), device=self.device)
         self.logprobs: dict[int, tuple[Tensor, Tensor]] = {}  # by their number; see `tick`
         self.chunks: dict[int, _Chunk] = {}  # by size
         self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] = {}
@@ -151,9 +153,11 @@ class Program:
         self._run(
             ("tick", n, leaving, logprobs, count), lambda: [self._tick(n, leaving, logprobs) for _ in range(count)]
         )
+        if self.record.data_ptr() != self.told.data_ptr():  # where the device can't write into the host's memory
+            self.told.copy_(self.record, non_blocking=True)
         turns = range(self.ticks, self.ticks + count)
         self.ticks += count
-        return tuple(self.told[turn % len(self.told)] for turn in turns)
+        return tuple(self.told[turn % len(self.told)].numpy() for turn in turns)
 
     def logprobs_of(self, n: int, number: int) -> tuple[Tensor, Tensor]:
         """After a single tick of n slots that was asked for so many, and until the next: log-probabilities
@@ -391,14 +395,10 @@ class _Chunk:
 
 
 class _Mapped:
-    """Pinned memory as what lives on the device, which reads and writes it there."""
+    """Pinned memory for what takes a tensor of the device; if it isn't this device's to write, it makes a copy."""
 
     def __init__(self, pinned: Tensor):
         self.pinned = pinned
         self.__cuda_array_interface__ = {
             "shape": tuple(pinned.shape), "typestr": "<i8", "data": (pinned.data_ptr(), False), "version": 2,
         }  # fmt: skip
-
-
-def _on_device(x: Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Mapped(x), device=device) if device.type == "cuda" else x

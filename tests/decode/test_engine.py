@@ -131,6 +131,14 @@ def test_tokens_wait_where_few_places_are_left_at_the_ends(fields):
         assert_nothing_held(engine)
 
 
+def test_records_are_copied_from_where_the_host_cannot_read_them():
+    model, _ = tiny(1, **EXPERT)
+    prompts, params = requests((3, 9, 1), (10, 4, 12), None)
+    engine = poisoned(model, max_sequences=2)
+    engine.program.record = engine.program.record.clone()
+    assert_same(engine.generate(prompts, params), poisoned(model, max_sequences=2).generate(prompts, params))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sequences", [3, 40], ids=["norms inside", "norms handed on"])
 @pytest.mark.parametrize("fields", STRATEGIES, ids=name)

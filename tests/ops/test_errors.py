@@ -221,6 +221,10 @@ BAD = [
         "enter_: weight: expected a router where logits are given",
     ),
     (
+        lambda: ops.leave(I2[0] > 0, ops.Lanes.new(2, 0, "cpu"), X[0], 1),
+        "leave: goes_on: expected at most the 2 slots of the table, got 3",
+    ),
+    (
         lambda: ops.advance_(I2[0], I2[0] > 0, None, ops.Lanes.new(I2.shape[1], 0, "cpu"), I2[0], PAGES, None, 1, 4),
         "advance_: record: expected shape",
     ),

@@ -124,6 +124,25 @@ def _ends(chosen, goes_on, at, table, slots, lane, mask, STOPS: tl.constexpr):
     return place, there, through, token, through & there & stop
 
 
+@triton.jit
+def _give_ended(
+    lengths, owned, page_table, free_pages, free, max_pages,
+    ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages,
+    lane, rows_each, ended, PAGES: tl.constexpr,
+):  # fmt: skip
+    """The pages of requests that have ended, ready to be taken; returns how many are free in both pools."""
+    if tl.max(ended.to(tl.int32)) > 0:
+        row = lane * rows_each
+        free = give(lengths, owned, page_table, free_pages, free, max_pages, row, rows_each, ended, PAGES)
+        if ends_lengths is not None:
+            ends_free = give(
+                ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, 1, ended,
+                PAGES,
+            )  # fmt: skip
+        tl.debug_barrier()
+    return free, ends_free
+
+
 @triton.jit(do_not_specialize=["n", "size", "slots", "turns", "recursions", "rows_each", "max_pages", "ends_max_pages"])
 def _advance(
     chosen, goes_on, at, table, k_lens, ticks, record, ids, positions_out, lanes_out, slots_out, k_lens_out,
@@ -144,16 +163,10 @@ def _advance(
         for first in range(0, n, LANES):
             lane = (first + tl.arange(0, LANES)).to(tl.int64)
             _, _, _, _, ended = _ends(chosen, goes_on, at, table, slots, lane, lane < n, STOPS)
-            if tl.max(ended.to(tl.int32)) > 0:
-                free = give(
-                    lengths, owned, page_table, free_pages, free, max_pages, lane * rows_each, rows_each, ended, PAGES
-                )
-                if ends_lengths is not None:
-                    ends_free = give(
-                        ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, 1,
-                        ended, PAGES,
-                    )  # fmt: skip
-        tl.debug_barrier()
+            free, ends_free = _give_ended(
+                lengths, owned, page_table, free_pages, free, max_pages, ends_lengths, ends_owned, ends_page_table,
+                ends_free_pages, ends_free, ends_max_pages, lane, rows_each, ended, PAGES,
+            )  # fmt: skip
     at_ends = tl.zeros((), tl.int32)
     for first in range(0, n, LANES):
         lane = (first + tl.arange(0, LANES)).to(tl.int64)
@@ -180,16 +193,10 @@ def _advance(
         counted_end = going & (place >= 0)
         following = tl.where(enters, 0, tl.where(passes, recursion + 1, -1))
         if MANY == 0:
-            if tl.max(ended.to(tl.int32)) > 0:
-                free = give(
-                    lengths, owned, page_table, free_pages, free, max_pages, lane * rows_each, rows_each, ended, PAGES
-                )
-                if ends_lengths is not None:
-                    ends_free = give(
-                        ends_lengths, ends_owned, ends_page_table, ends_free_pages, ends_free, ends_max_pages, lane, 1,
-                        ended, PAGES,
-                    )  # fmt: skip
-                tl.debug_barrier()  # what was given is there to be taken
+            free, ends_free = _give_ended(
+                lengths, owned, page_table, free_pages, free, max_pages, ends_lengths, ends_owned, ends_page_table,
+                ends_free_pages, ends_free, ends_max_pages, lane, rows_each, ended, PAGES,
+            )  # fmt: skip
         if SHARED:
             read = lane
             appends = following == 0
