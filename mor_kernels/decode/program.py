@@ -147,8 +147,8 @@ class Program:
         """So many times one pass of the block for slots 0..n-1, and the next token where it was the last, for as many
         as ``leaving`` of them; the others wait.
 
-        Returns the record (S, 3) of each tick on the host, which that many launches later is another's, see
-        :func:`ops.advance_`.
+        Returns the record (S, 3) of each tick on the host, see :func:`ops.advance_`: it is there after the launch,
+        and after as many more ticks as records are kept it is another's.
         """
         self._run(
             ("tick", n, leaving, logprobs, count), lambda: [self._tick(n, leaving, logprobs) for _ in range(count)]

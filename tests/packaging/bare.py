@@ -117,8 +117,8 @@ CALLS = {
     "kv_append": lambda: ops.kv_append(k.flatten(0, 1)[:3], v.flatten(0, 1)[:3], cache, cache, rows)[0],
     "kv_append_": append_in_place,
     "kv_lookup": lambda: ops.kv_lookup(cache, cache, pages, cu_seqlens, 2 * N)[0],
-    "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, floats(NR, D), depths - 1),
     "leave": lambda: ops.leave(torch.zeros(2) > 0, ops.Lanes.new(2, 1, "cpu"), x[0, :2].detach(), 1).columns,
+    "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, floats(NR, D), depths - 1),
     "max_vio": lambda: ops.max_vio(counts),
     "pack_depths": lambda: ops.pack_depths(depths, NR).indices,
     "paged_attention": lambda: ops.paged_attention(
