@@ -28,8 +28,8 @@ CONFIG_KEYS = {"preset": str, "source": list, "tokenizer": str, "max_tokens": in
 # All that a run writes; --fresh removes nothing else.
 RUN_FILES = (
     "data/meta.json", "data/tokens-*.npy", "data/tokenizer.json", "data/.tmp-*", "checkpoints/step-*",
-    "checkpoints/.tmp-*", "model/config.json", "model/model.safetensors", "model/tokenizer.json", "metrics.jsonl",
-    "curves.png", "run.json",
+    "checkpoints/.tmp-*", "model/config.json", "model/model.safetensors", "model/modeling_mor.py", "model/tokenizer.json",
+    "model/tokenizer_config.json", "model/generation_config.json", "metrics.jsonl", "curves.png", "run.json",
 )  # fmt: skip
 
 
@@ -305,7 +305,9 @@ def _train_in_step(
     import torch.distributed as dist
 
     from .model import MoR, MoRConfig
-    from .train import Tokens, TrainConfig, Trainer
+    from .model.hugging_face import write_tokenizer
+    from .train import Tokens, TrainConfig, Trainer, load_tokenizer
+    from .train.data import separator_id
 
     if dist.is_initialized():
         dist.barrier()
@@ -328,7 +330,10 @@ def _train_in_step(
     if rank == 0 and trainer.interrupted:
         print(f"stopped at step {trainer.step}; the same command goes on from there")
     elif rank == 0:
-        shutil.copy(tokens.tokenizer_file, out / "model" / "tokenizer.json")
+        tokenizer = load_tokenizer(tokens.tokenizer_file)
+        separator = separator_id(tokenizer)
+        write_tokenizer(out / "model", tokens.tokenizer_file, tokenizer.id_to_token(separator), separator,
+                        config.max_position_embeddings)  # fmt: skip
         _summarise(trainer)
     return 130 if trainer.interrupted else 0
 
@@ -417,7 +422,7 @@ def _device(name: str) -> str:
 def _load(options):
     """The model of a run's or a model's folder, in evaluation mode, and its tokenizer."""
     from .model import MoR, MoRConfig
-    from .model.convert import is_hugging_face
+    from .model.convert import is_foreign
     from .train import latest, load_tokenizer
 
     folder, device = options.model, _device(options.device)
@@ -430,7 +435,7 @@ def _load(options):
         raise FileNotFoundError(f"{folder}: expected config.json, model/config.json or a whole checkpoint, found none")
     beside = [weights / "tokenizer.json", *(p / "data" / "tokenizer.json" for p in (folder, weights.parent.parent))]
     tokenizer = load_tokenizer(next((path for path in beside if path.exists()), beside[0]))
-    if is_hugging_face(weights):
+    if is_foreign(weights):
         model = MoR.from_dense(weights, MoRConfig.from_llama(weights))
     else:
         model = MoR.from_pretrained(weights)

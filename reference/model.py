@@ -39,7 +39,7 @@ DEFAULTS = {
     "router_arch": "linear",
     "router_activation": None,  # sigmoid for expert_choice, softmax for token_choice
     "alpha": None,  # 0.1 for expert_choice, 1.0 for token_choice
-    "temperature": 1.0,
+    "router_temperature": 1.0,
     "rank": "logit",
     "residual": "block",  # expert_choice only
     "gate": "exit_only",  # token_choice only
@@ -437,7 +437,7 @@ class ReferenceMoR:
             out = self.linear(name, x)
         else:
             out = self.linear(f"{name}.down", F.gelu(self.linear(f"{name}.up", x)))
-        return out / self.config["temperature"]
+        return out / self.config["router_temperature"]
 
     def routing_losses(self, traces: list[Trace], mode: str) -> dict[str, Tensor]:
         """The losses that train the routers. At inference, expert-choice makes no top-k choice to learn from."""

@@ -265,7 +265,7 @@ class Program:
         new = self._enter(ids, positions, None, first)
         self.tokens.enter(lanes, new)
         router = None if self.routers is None else self.routers[0]
-        ops.enter_(tokens.x, new.x, lanes, tokens.logits, router, self.config.temperature)
+        ops.enter_(tokens.x, new.x, lanes, tokens.logits, router, self.config.router_temperature)
 
     def _plan_last(self, ends: ops.Leaving) -> Plan | None:
         return self.cache.plan_place(*(self._row(ends, name) for name in ("position", "line", "place")), ends.k_lens)
@@ -339,7 +339,7 @@ class Program:
             return ops.depth_step_(
                 tokens.x, update, tokens.logits, recursion, self.routers, last=tokens.last, replayed=tokens.replayed,
                 aux_weight=self.aux_routers, activation=config.router_activation, alpha=config.alpha,
-                temperature=config.temperature, residual=config.residual,
+                temperature=config.router_temperature, residual=config.residual,
             )  # fmt: skip
         everyone, passes = torch.arange(len(recursion), device=self.device), (recursion >= 0)[:, None]
         goes_on = (recursion >= 0) & (recursion + 1 < (config.num_recursions if tokens.last is None else tokens.last))

@@ -9,6 +9,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .hugging_face import describe
+
 CHOICES = {
     "sharing": ("cycle", "middle_cycle", "sequence", "middle_sequence"),
     "router": ("none", "expert_choice", "token_choice"),
@@ -86,7 +88,7 @@ class MoRConfig:
     router_arch: str = "linear"
     router_activation: str | None = None  # expert-choice: sigmoid, tanh, none; token-choice: softmax, sigmoid
     alpha: float | None = None  # scale of the gate; 0.1 for expert-choice, 1 for token-choice
-    temperature: float = 1.0
+    router_temperature: float = 1.0
     z_coeff: float = 0.0
 
     # expert-choice
@@ -129,7 +131,7 @@ class MoRConfig:
                   self.num_key_value_heads)  # fmt: skip
         if self.head_dim % 2:
             _fail("head_dim", "an even number", self.head_dim)
-        for name in ("temperature", "rope_theta", "rms_norm_eps"):
+        for name in ("router_temperature", "rope_theta", "rms_norm_eps"):
             if not getattr(self, name) > 0:
                 _fail(name, "a number > 0", getattr(self, name))
         if self.initializer_range < 0:
@@ -193,12 +195,15 @@ class MoRConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> MoRConfig:
+        """The configuration in a ``config.json``, as :meth:`.MoR.save_pretrained` or transformers wrote it."""
         with open(path) as file:
             try:
                 fields = json.load(file)
             except ValueError as error:
                 raise ValueError(f"{path}: expected a model's JSON configuration, got: {error}") from None
-        return cls.from_dict(fields)
+        if "transformers_version" in fields:  # there are entries of its own, which it adds to from time to time
+            fields = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+        return cls.from_dict({name: value for name, value in fields.items() if name not in describe()})
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from .config import MoRConfig
+from .hugging_face import MODEL_TYPE
 
 # A matrix of the model, which one product serves, and the matrices that files hold in its place, as Hugging Face does.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -60,7 +61,7 @@ def dense_config(folder: str | os.PathLike, **changes) -> MoRConfig:
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: expected the configuration of a dense model, found none")
-    if is_hugging_face(folder):
+    if is_foreign(folder):
         return MoRConfig.from_llama(path, **changes)
     dense = MoRConfig.load(path)
     if dense.num_recursions > 1 or dense.router != "none":
@@ -69,12 +70,12 @@ def dense_config(folder: str | os.PathLike, **changes) -> MoRConfig:
     return MoRConfig.like(dense.to_dict(), path, **changes)
 
 
-def is_hugging_face(folder: str | os.PathLike) -> bool:
-    """Whether the ``config.json`` in ``folder`` is Hugging Face's, which names the model's type, and not ours."""
+def is_foreign(folder: str | os.PathLike) -> bool:
+    """Whether the ``config.json`` in ``folder`` is of another model than ours, whose type it names."""
     try:
         with open(os.path.join(folder, "config.json")) as file:
-            return "model_type" in json.load(file)
-    except (OSError, ValueError, TypeError):
+            return json.load(file).get("model_type", MODEL_TYPE) != MODEL_TYPE
+    except (OSError, ValueError, AttributeError):
         return False  # MoRConfig.load says what is wrong
 
 

@@ -113,7 +113,7 @@ class Router(nn.Module):
 
     def __init__(self, config: MoRConfig, out: int):
         super().__init__()
-        self.temperature = config.temperature
+        self.temperature = config.router_temperature
         self.linear = config.router_arch == "linear"
         width = config.hidden_size
         if self.linear:

@@ -21,6 +21,7 @@ from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
 from .config import MoRConfig
 from .convert import dense_to_recursive, join, read_dense, separate
+from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
 from .layers import Layer, LoRA, Router, mixed_adapter
 
@@ -336,7 +337,7 @@ class MoR(nn.Module):
                 indices=None if r else everyone,  # the first recursion takes every token, whatever its logit
                 activation=config.router_activation,
                 alpha=config.alpha,
-                temperature=config.temperature if router.linear else 1.0,  # its own forward divides
+                temperature=config.router_temperature if router.linear else 1.0,  # its own forward divides
                 rank=config.rank,
             )
             positions = routed.indices.clamp(min=0)
@@ -506,7 +507,8 @@ class MoR(nn.Module):
         self.router_bias.copy_(ops.router_bias_update(self.router_bias, counts, self.config.bias_update_rate))
 
     def save_pretrained(self, directory: str | os.PathLike, state: dict[str, torch.Tensor] | None = None) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed.
+        """Write ``config.json`` and ``model.safetensors``, each aside and then renamed, and what transformers needs to
+        load them (:mod:`mor_kernels.hf`).
 
         ``state`` is the model's state dict, if that is divided among processes and somebody put it together.
         """
@@ -516,8 +518,9 @@ class MoR(nn.Module):
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights + ".tmp", {"format": "pt"})
         os.replace(weights + ".tmp", weights)
         with open(config + ".tmp", "w") as file:
-            json.dump(self.config.to_dict(), file, indent=2)
+            json.dump({**describe(), **self.config.to_dict()}, file, indent=2)
         os.replace(config + ".tmp", config)
+        write_loader(directory)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike, **changes) -> MoR:

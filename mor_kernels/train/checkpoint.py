@@ -27,6 +27,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_map
 
+from ..model.hugging_face import describe
+
 _TEMPORARY = ".tmp-"
 _FILES = {"config.json", "model.safetensors", "trainer.json", "trainer.pt"}
 
@@ -203,6 +205,7 @@ def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int
                              "go on from the one before")
 
     saved = json.loads((path / "config.json").read_text())
+    saved = {name: value for name, value in saved.items() if name not in describe()}
     given = json.loads(json.dumps(model.config.to_dict()))
     differences = [f"{key}: expected {saved.get(key)!r} (checkpoint), got {given.get(key)!r}"
                    for key in sorted(saved.keys() | given.keys()) if saved.get(key) != given.get(key)]

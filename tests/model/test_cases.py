@@ -71,7 +71,7 @@ BAD_CONFIGS = [
     ({"num_key_value_heads": 4}, "num_key_value_heads: expected a divisor of num_attention_heads 6, got 4"),
     ({"head_dim": 5}, "head_dim: expected an even number, got 5"),
     ({"num_recursions": 0}, "num_recursions: expected an integer of at least 1, got 0"),
-    ({"temperature": 0.0}, "temperature: expected a number > 0, got 0.0"),
+    ({"router_temperature": 0.0}, "router_temperature: expected a number > 0, got 0.0"),
     ({"num_recursions": 3, "num_hidden_layers": 1}, "num_hidden_layers: expected a depth .* nearest 5, got 1"),
     ({"alpha": "x"}, "alpha: expected a number, got 'x'"),
     ({"lora_rank": 1.5}, "lora_rank: expected an integer of at least 0, got 1.5"),

@@ -37,12 +37,12 @@ def variants():
         yield {**router, **kv, "sharing": sharing, "num_hidden_layers": 8 if "middle" in sharing else 6}
     for arch in ("mlp", "wide_mlp"):
         yield {**EXPERT, "router_arch": arch}
-        yield {**EXPERT, "router_arch": arch, "aux": "router", "temperature": 2.0}
+        yield {**EXPERT, "router_arch": arch, "aux": "router", "router_temperature": 2.0}
         yield {**TOKEN, "router_arch": arch}
     for change in (
         {"residual": "delta"},
         {"router_activation": "tanh", "alpha": 1.0},
-        {"router_activation": "none", "temperature": 0.5},
+        {"router_activation": "none", "router_temperature": 0.5},
         {"aux": "router"},
         {"aux": "none"},
         {"capacities": (1.0, 0.9, 0.3)},

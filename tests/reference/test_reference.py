@@ -486,7 +486,7 @@ def test_router_bias_moves_depths_and_not_gates():
 
 
 def test_routers_of_two_layers_by_hand():
-    reference = make(EXPERT, router_arch="wide_mlp", temperature=2.0)
+    reference = make(EXPERT, router_arch="wide_mlp", router_temperature=2.0)
     assert reference.weights["routers.0.up.weight"].shape == (32, 8)
     reference.weights |= {"routers.0.up.weight": f64([[1.0], [-2.0]]), "routers.0.down.weight": f64([[1.0, 3.0]])}
 
