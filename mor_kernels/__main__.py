@@ -28,8 +28,9 @@ CONFIG_KEYS = {"preset": str, "source": list, "tokenizer": str, "max_tokens": in
 # All that a run writes; --fresh removes nothing else.
 RUN_FILES = (
     "data/meta.json", "data/tokens-*.npy", "data/tokenizer.json", "data/.tmp-*", "checkpoints/step-*",
-    "checkpoints/.tmp-*", "model/config.json", "model/model.safetensors", "model/modeling_mor.py", "model/tokenizer.json",
-    "model/tokenizer_config.json", "model/generation_config.json", "metrics.jsonl", "curves.png", "run.json",
+    "checkpoints/.tmp-*", "model/config.json", "model/model.safetensors", "model/modeling_mor.py",
+    "model/tokenizer.json", "model/tokenizer_config.json", "model/generation_config.json", "metrics.jsonl",
+    "curves.png", "run.json",
 )  # fmt: skip
 
 

@@ -44,11 +44,16 @@ HONOURED = frozenset({
     "num_return_sequences", "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id",
 })  # fmt: skip
 # Where "nothing is changed" isn't None, False or what transformers calls the default
-_NEUTRAL = {"use_cache": (True,), "renormalize_logits": (True,), "disable_compile": (True,), "early_stopping": (True,),
-            "transformers_version": None, "trust_remote_code": None}  # fmt: skip
+_NEUTRAL = {"use_cache": (True,), "renormalize_logits": (True, False), "disable_compile": (True, False),
+            "early_stopping": (True, False)}  # fmt: skip
 # Arguments of transformers' from_pretrained without a meaning here, which callers pass all the same
 _WITHOUT_EFFECT = {"trust_remote_code", "low_cpu_mem_usage", "use_safetensors", "weights_only", "code_revision",
                    "attn_implementation", "adapter_kwargs"}  # fmt: skip
+# Arguments of forward() that ask for what there isn't
+_REFUSED = {"position_ids": "a token's position is its rank among those that attention_mask keeps",
+            "past_key_values": "generate() has a cache of its own", "use_cache": "generate() has a cache of its own",
+            "inputs_embeds": "tokens are what is embedded here", "output_attentions": "no kernel keeps them",
+            "output_hidden_states": "tokens take different numbers of layers"}  # fmt: skip
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -57,7 +62,7 @@ def _fail(name: str, expected: str, got: Any):
 
 
 class MoRConfig(PretrainedConfig):
-    """:class:`mor_kernels.model.MoRConfig` as a configuration of transformers: the same fields, with the same checks."""
+    """:class:`mor_kernels.model.MoRConfig` as a configuration of transformers: the same fields, the same checks."""
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["depths", "losses", "metrics"]
@@ -78,7 +83,7 @@ class MoRConfig(PretrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Nothing: transformers would copy this module into the folders it saves, which ``write_loader`` spares them."""
+        """Nothing: transformers would copy this module into folders, where ``write_loader`` puts two lines."""
 
 
 @dataclass
@@ -190,16 +195,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
 
         The others are refused, but for the values that ask for nothing.
         """
-        for name, value in (
-            ("position_ids", position_ids), ("past_key_values", past_key_values), ("inputs_embeds", inputs_embeds),
-            ("use_cache", use_cache), ("output_attentions", output_attentions),
-            ("output_hidden_states", output_hidden_states),
-        ):  # fmt: skip
+        refused = {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds,
+                   "use_cache": use_cache, "output_attentions": output_attentions,
+                   "output_hidden_states": output_hidden_states}  # fmt: skip
+        for name, value in refused.items():
             if value is not None and value is not False:
-                why = {"position_ids": "since positions are ranks among what attention_mask keeps",
-                       "past_key_values": "since only generate() has a cache", "use_cache": "since only generate() has a "
-                       "cache"}.get(name, "which isn't computed")  # fmt: skip
-                _fail(name, f"None, {why}", value if isinstance(value, bool) else type(value).__name__)
+                _fail(name, f"None, since {_REFUSED[name]}", value if value is True else type(value).__name__)
         if input_ids is None:
             _fail("input_ids", "token ids of shape (B, T)", None)
         targets = None
@@ -372,14 +373,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         """Of SamplingParams, what says how tokens are drawn. Refuses what generate() doesn't follow."""
         defaults = {**GenerationConfig().to_dict(), **getattr(config, "_get_default_generation_params", dict)()}
         for name, value in config.to_dict().items():
-            if name in HONOURED or name.startswith("_") or value is None or value is False:
+            if name in HONOURED or name.startswith("_") or name == "transformers_version":
                 continue
-            neutral = _NEUTRAL.get(name, ())
-            if neutral is not None and value not in neutral and value != defaults.get(name):
+            neutral = (None, defaults.get(name), *_NEUTRAL.get(name, (False,)))
+            if value not in neutral:
                 _fail(name, f"{defaults.get(name)!r}, since generate() doesn't follow this field", repr(value))
         if not config.do_sample:
-            if (config.num_return_sequences or 1) > 1:
-                _fail("num_return_sequences", "1 where do_sample=False", config.num_return_sequences)
             return {"temperature": 0.0}
         temperature = 1.0 if config.temperature is None else config.temperature
         if not temperature > 0:

@@ -281,7 +281,7 @@ def test_saving_and_loading(tmp_path):
     assert again.config == model.config
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "modeling_mor.py"]
     other, _, _ = pair({**TOKEN, "balance": "none"})
     other.save_pretrained(tmp_path / "other")
     model.save_pretrained(tmp_path / "other")  # over another model's files
