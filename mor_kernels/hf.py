@@ -387,16 +387,15 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         return {"temperature": float(temperature), **{n: v for n, v in chosen.items() if v is not None}}
 
     def _engine_for(self, rows: int) -> Engine:
-        """An engine of at least ``rows`` slots, or of max_sequences in ``engine_options``; the last one, if it serves.
+        """The last call's engine, if it has so many slots (or max_sequences of ``engine_options``), or a new one.
 
         Its CUDA graphs have the weights' places by heart, so a model that was moved takes a new one.
         """
         size = self.engine_options.get("max_sequences", 1 << max(rows - 1, 0).bit_length())
-        options = {**self.engine_options, "max_sequences": size}
-        of = (options, tuple(p.data_ptr() for p in self.model.parameters()))
-        if self._engine is None or self._engine_of != of:
+        of = (dict(self.engine_options), tuple(p.data_ptr() for p in self.model.parameters()))
+        if self._engine is None or self._engine_of != of or self._engine.max_sequences < size:
             self._engine = None  # its memory first
-            self._engine = Engine(self.model, **options)
+            self._engine = Engine(self.model, **{**self.engine_options, "max_sequences": size})
             self._engine_of = of
         return self._engine
 
