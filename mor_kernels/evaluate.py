@@ -28,9 +28,9 @@ Request = tuple[Sequence[int], Sequence[int]]  # context, at least one token; co
 
 
 class Score(NamedTuple):
-    log_likelihood: float  # nats, of the continuation after its context
-    greedy: bool  # whether the likeliest token at each place is the continuation's
-    depth: float  # mean recursions of the tokens that the model read
+    log_likelihood: float  #: nats, of the continuation after its context
+    greedy: bool  #: whether the likeliest token at each place is the continuation's
+    depth: float  #: mean recursions of the tokens that the model read
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ that have taken their last recursion go on, in the same tick, through last layer
 sampled go through embedding and first layer, ready for the next one. Prompts but for their newest token are computed in
 chunks, recursion by recursion.
 
-The device does this by itself (:mod:`.program`): on CUDA the host launches a tick while the ones before it are under
+The device does this by itself (program.py): on CUDA the host launches a tick while the ones before it are under
 way, and reads what came out of them later, from pinned memory. It keeps accounts of the pages that could have been
 taken in the meantime, and only where these might not suffice, it waits.
 """
@@ -46,12 +46,12 @@ class Event(NamedTuple):
     """A token of a request."""
 
     request: int
-    token: int | None  # None only if the request ends in an error: there was no number among the model's logits
-    text: str  # what this token adds to the text; empty while it is held back, and without a tokenizer
-    depth: int  # recursions taken by the position whose logits the token was sampled from
+    token: int | None  #: None only if the request ends in an error: there was no number among the model's logits
+    text: str  #: what this token adds to the text; empty while it is held back, and without a tokenizer
+    depth: int  #: recursions taken by the position whose logits the token was sampled from
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] | None = None  # token ids and log-probabilities, likeliest first
-    finish_reason: str | None = None  # on a request's last event; see Completion
+    top_logprobs: tuple[tuple[int, float], ...] | None = None  #: token ids and log-probabilities, likeliest first
+    finish_reason: str | None = None  #: on a request's last event; see Completion
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Completion:
     """A request that has ended."""
 
     prompt: list[int]
-    tokens: list[int]  # generated, with the one that ended the request
-    text: str | None  # without stop tokens and stop strings; None without a tokenizer
-    depths: list[int]  # recursions taken at each position that was computed: all of prompt and tokens but the last
+    tokens: list[int]  #: generated, with the one that ended the request
+    text: str | None  #: without stop tokens and stop strings; None without a tokenizer
+    depths: list[int]  #: recursions taken at each position that was computed: all of prompt and tokens but the last
     logprobs: list[float] | None
     top_logprobs: list[tuple[tuple[int, float], ...]] | None
-    finish_reason: str  # "stop" (a stop token or string), "length", "cancelled" or "error" (see Event.token)
+    finish_reason: str  #: "stop" (a stop token or string), "length", "cancelled" or "error" (see Event.token)
 
 
 @dataclass(eq=False, slots=True)
@@ -113,26 +113,30 @@ _LATELY = 50  # ticks
 class Engine:
     """Generates for many requests at once.
 
-    model: MoR on any device, in any float dtype. Its weights may change in place, by load_state_dict, but stay where
-        they are.
-    max_sequences: requests that run at once; others wait.
-    num_pages, cache_bytes: size of the cache, as pages of the block or as bytes in all, page tables included; by
-        default enough for max_sequences of full length and depth. When pages run out, the youngest request gives its
-        own back and is computed anew later, with the recorded depths, so that its output stays the same.
-    page_size: tokens a page.
-    cache_dtype: of keys and values, by default the model's; or a narrower one, such as torch.float8_e4m3fn, see
-        `calibrate`.
-    prefill_chunk: most prompt tokens that are computed in one step, beside the running requests' passes.
-    tokenizer: anything with decode(ids) -> str, for text and stop strings, and encode(str) -> ids (or an object with
-        `.ids`), for prompts that are strings.
-    eos_token_id: ends a request. bos_token_id: stands in for an empty prompt; by default eos_token_id.
-    max_waiting: requests that may wait.
-    batch_invariant: what a request gets doesn't depend, bit for bit, on what runs beside it or on pages being taken
-        away, in 16 bits as well: all launches have one size, max_sequences (prefill_chunk too), and no row of keys is
-        shared out among programs. Few sequences, long rows and long prompts take longer then. Otherwise products of
-        other sizes may be rounded in another way, so that in 16 bits a choice between near equals can turn.
+    Args:
+        model: MoR on any device, in any float dtype. Its weights may change in place, by load_state_dict, but stay
+            where they are.
+        max_sequences: requests that run at once; others wait.
+        num_pages: size of the cache, as pages of the block; by default enough for max_sequences of full length and
+            depth. When pages run out, the youngest request gives its own back and is computed anew later, with the
+            recorded depths, so that its output stays the same.
+        cache_bytes: the same as bytes in all, page tables included.
+        page_size: tokens a page.
+        cache_dtype: of keys and values, by default the model's; or a narrower one, such as torch.float8_e4m3fn, see
+            :meth:`calibrate`.
+        prefill_chunk: most prompt tokens that are computed in one step, beside the running requests' passes.
+        tokenizer: anything with decode(ids) -> str, for text and stop strings, and encode(str) -> ids (or an object
+            with `.ids`), for prompts that are strings.
+        eos_token_id: ends a request.
+        bos_token_id: stands in for an empty prompt; by default eos_token_id.
+        max_waiting: requests that may wait.
+        batch_invariant: what a request gets doesn't depend, bit for bit, on what runs beside it or on pages being taken
+            away, in 16 bits as well: all launches have one size, max_sequences (prefill_chunk too), and no row of keys
+            is shared out among programs. Few sequences, long rows and long prompts take longer then. Otherwise products
+            of other sizes may be rounded in another way, so that in 16 bits a choice between near equals can turn.
 
-    Raises ValueError for an argument out of range.
+    Raises:
+        ValueError: an argument is out of range; the message names it.
     """
 
     _recorded = None  # see Program
@@ -234,7 +238,9 @@ class Engine:
         """Set the scales of a float8 cache, one a layer and head, by the largest keys and values of these prompts.
 
         Without it they are 1, which serves numbers up to 448. Larger numbers are written as the largest.
-        Raises ValueError if the cache isn't float8, or holds tokens.
+
+        Raises:
+            ValueError: the cache isn't float8, or holds tokens.
         """
         if self.cache.block.k_scale is None:
             raise ValueError(f"cache_dtype: expected torch.float8_e4m3fn, to calibrate, got {self.cache.block.k.dtype}")
@@ -256,8 +262,13 @@ class Engine:
     def submit(self, prompt: Sequence[int] | str, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id.
 
-        prompt: token ids, or a string if there is a tokenizer; empty if a bos or eos token id is known.
-        Raises ValueError for a prompt or parameters that can't be served, QueueFull if max_waiting requests wait.
+        Args:
+            prompt: token ids, or a string if there is a tokenizer; empty if a bos or eos token id is known.
+            params: how its tokens are chosen; default ``SamplingParams()``.
+
+        Raises:
+            ValueError: prompt or parameters can't be served; the message says why.
+            QueueFull: max_waiting requests wait.
         """
         params = params or SamplingParams()
         tokens = self._prompt_ids(prompt)
@@ -315,13 +326,21 @@ class Engine:
         return tokens
 
     def cancel(self, request: int) -> Completion:
-        """End a request that waits or runs, and collect what it has generated."""
+        """End a request that waits or runs, and collect what it has generated.
+
+        Raises:
+            ValueError: there is no such request, or it was collected.
+        """
         if self._find(request).finish_reason is None:
             self._finish(self.requests[request], "cancelled")
         return self.collect(request)
 
     def collect(self, request: int) -> Completion:
-        """The outcome of a request that has ended; the engine forgets it. Raises ValueError if it hasn't ended."""
+        """The outcome of a request that has ended; the engine forgets it.
+
+        Raises:
+            ValueError: it hasn't ended, or there is none.
+        """
         r = self._find(request)
         if r.finish_reason is None:
             raise ValueError(f"request: expected one that has ended, got {request}, which has not")

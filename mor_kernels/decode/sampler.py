@@ -12,19 +12,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Every value is checked; a wrong one is a ValueError.
+    """How the tokens of one request are chosen and when it ends.
 
-    max_tokens: most tokens to generate, at least 1.
-    temperature: 0 takes the likeliest token, otherwise the logits are divided by it.
-    top_k: keep the k likeliest tokens and those tied with the k-th; 0 keeps all.
-    top_p: keep the likeliest tokens up to and including the one at which their mass reaches top_p; in (0, 1].
-    min_p: keep tokens at least min_p times as likely as the likeliest; in [0, 1].
-    seed: in [0, 2**63); the same seed gives the same tokens whatever runs beside. None draws one at random.
-    stop_token_ids: tokens that end the request, besides the engine's end-of-sequence token.
-    stop: strings that end the request; the text ends before them. They need a tokenizer.
-    ignore_eos: go on after the engine's end-of-sequence token.
-    logprobs: None for none; n for the log-probabilities of the chosen token and of the n likeliest, before temperature
-        and filters.
+    Args:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: 0 takes the likeliest token, otherwise the logits are divided by it.
+        top_k: keep the k likeliest tokens and those tied with the k-th; 0 keeps all.
+        top_p: keep the likeliest tokens up to and including the one at which their mass reaches top_p; in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the likeliest; in [0, 1].
+        seed: in [0, 2**63); the same seed gives the same tokens whatever runs beside. None draws one at random.
+        stop_token_ids: tokens that end the request, besides the engine's end-of-sequence token.
+        stop: strings that end the request; the text ends before them. They need a tokenizer.
+        ignore_eos: go on after the engine's end-of-sequence token.
+        logprobs: None for none; n for the log-probabilities of the chosen token and of the n likeliest, before
+            temperature and filters.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
     """
 
     max_tokens: int = 128

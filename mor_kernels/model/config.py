@@ -64,12 +64,15 @@ class MoRConfig:
 
     ``router="none"`` is the dense (vanilla) model for one recursion and the fixed-depth recursive model for more.
     Names are Hugging Face's where it has one. ``None`` asks for the router's default, which is what is stored then.
+
+    Raises:
+        ValueError: a field is out of range, or two don't fit together; the message names them.
     """
 
     vocab_size: int = 49152
     hidden_size: int = 576
     intermediate_size: int = 1536
-    num_hidden_layers: int = 30  # of the unrolled model
+    num_hidden_layers: int = 30  #: of the unrolled model
     num_attention_heads: int = 9
     num_key_value_heads: int = 3
     head_dim: int = 64
@@ -80,35 +83,35 @@ class MoRConfig:
     initializer_range: float = 0.02
 
     num_recursions: int = 1
-    sharing: str = "middle_cycle"
-    kv: str = "recursion_wise"
-    hybrid_base: str = "first"  # hybrid: inactive positions keep the first, or the latest, recursion's keys/values
+    sharing: str = "middle_cycle"  #: cycle, middle_cycle, sequence, middle_sequence
+    kv: str = "recursion_wise"  #: recursion_wise, shared, hybrid
+    hybrid_base: str = "first"  #: hybrid: inactive positions keep the first, or the latest, recursion's keys/values
 
-    router: str = "none"
-    router_arch: str = "linear"
-    router_activation: str | None = None  # expert-choice: sigmoid, tanh, none; token-choice: softmax, sigmoid
-    alpha: float | None = None  # scale of the gate; 0.1 for expert-choice, 1 for token-choice
-    router_temperature: float = 1.0
-    z_coeff: float = 0.0
+    router: str = "none"  #: none, expert_choice, token_choice
+    router_arch: str = "linear"  #: linear, mlp (two layers, GELU), wide_mlp (the inner one four times as wide)
+    router_activation: str | None = None  #: expert-choice: sigmoid, tanh, none; token-choice: softmax, sigmoid
+    alpha: float | None = None  #: scale of the gate; 0.1 for expert-choice, 1 for token-choice
+    router_temperature: float = 1.0  #: divides the routers' logits
+    z_coeff: float = 0.0  #: of the router z-loss
 
     # expert-choice
-    capacities: tuple[float, ...] | None = None  # share of the tokens that each recursion keeps
-    cap_warmup_steps: int = 0  # optimizer steps over which capacities come down from 1
-    rank: str = "logit"
-    residual: str = "block"
-    aux: str = "loss"
+    capacities: tuple[float, ...] | None = None  #: share of the tokens that each recursion keeps
+    cap_warmup_steps: int = 0  #: optimizer steps over which capacities come down from 1
+    rank: str = "logit"  #: logit, or score as the authors' code ranks, see :func:`mor_kernels.ops.route`
+    residual: str = "block"  #: block, delta, see :func:`mor_kernels.ops.scatter_back`
+    aux: str = "loss"  #: loss on the router itself, router (a second one, for inference), none
     aux_coeff: float = 0.001
 
     # token-choice
-    gate: str = "exit_only"
-    balance: str = "loss"
+    gate: str = "exit_only"  #: exit_only as in the authors' code, every_step as in the paper's equation 2
+    balance: str = "loss"  #: loss, loss_free (a bias on the choice alone), none
     balance_coeff: float = 0.1
-    balance_scope: str = "sequence"
-    bias_update_rate: float = 0.001
+    balance_scope: str = "sequence"  #: sequence, batch, see :func:`mor_kernels.ops.balance_loss`
+    bias_update_rate: float = 0.001  #: of loss_free
 
     # relaxations of sharing
-    lora_rank: int = 0  # per-recursion LoRA on query and value projections
-    recursion_encoding: bool = False  # a learned vector multiplies the output of each recursion
+    lora_rank: int = 0  #: per-recursion LoRA on query and value projections
+    recursion_encoding: bool = False  #: a learned vector multiplies the output of each recursion
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
@@ -181,7 +184,15 @@ class MoRConfig:
 
     @classmethod
     def from_size(cls, size: str, **changes) -> MoRConfig:
-        """A configuration by the paper's name: "135M", "360M", "730M" or "1.7B"."""
+        """A configuration by the paper's name (table "Key parameters of four model size variants").
+
+        Args:
+            size: "135M", "360M", "730M" or "1.7B".
+            changes: fields that are to be otherwise.
+
+        Raises:
+            ValueError: another size, or fields that don't fit.
+        """
         if size not in SIZES:
             _fail("size", "one of " + ", ".join(SIZES), repr(size))
         return cls(**{**SIZES[size], **changes})
@@ -304,10 +315,15 @@ class MoRConfig:
         backward pass has five, as it computes the scores again. Recomputation for the sake of memory isn't counted.
 
         Args:
+            length: tokens of the sequence.
             kept: tokens that each recursion takes, whole numbers or means. The default is, for expert-choice,
                 ``kept(length)``; for token-choice, that depths are equally frequent, as the paper assumes; and without
                 a router, everyone. Where queries look at the keys of all tokens ("shared", "hybrid"), kept tokens are
                 taken to lie anywhere, so that a query sees (length + 1) / 2 keys on average.
+            training: count a training step.
+
+        Raises:
+            ValueError: length or kept is out of range.
         """
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
             _fail("length", "an integer of at least 1", repr(length))

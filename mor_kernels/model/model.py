@@ -29,12 +29,12 @@ from .layers import Layer, LoRA, Router, mixed_adapter
 class MoROutput(NamedTuple):
     """What :class:`MoR` returns."""
 
-    logits: torch.Tensor | None  # (B, T, V); zeros at padding; None if they weren't asked for
-    # language model loss plus the router losses times their coefficients; None without targets
+    logits: torch.Tensor | None  #: (B, T, V); zeros at padding; None if they weren't asked for
+    #: language model loss plus the router losses times their coefficients; None without targets
     loss: torch.Tensor | None
-    losses: dict[str, torch.Tensor]  # "lm", "aux", "z", "balance" as they apply, without coefficients
-    depths: torch.Tensor  # (B, T) int64: recursions that each token took; 0 at padding
-    metrics: dict[str, torch.Tensor]  # "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
+    losses: dict[str, torch.Tensor]  #: "lm", "aux", "z", "balance" as they apply, without coefficients
+    depths: torch.Tensor  #: (B, T) int64: recursions that each token took; 0 at padding
+    metrics: dict[str, torch.Tensor]  #: "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
 
 
 class MoR(nn.Module):
@@ -99,7 +99,7 @@ class MoR(nn.Module):
             x: (..., D); positions: (...) absolute.
             recursion: its number from 0; or (n,) int64 for tokens (n, D) at different recursions, where all recursions
                 share their layers (sharing "cycle" and "middle_cycle").
-            attend: attend(slot, project, heads, positions, theta), see :mod:`.layers` and :mod:`.keys_values`.
+            attend: attend(slot, project, heads, positions, theta), see layers.py and keys_values.py.
         """
         mixed, add = isinstance(recursion, torch.Tensor), None
         for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
@@ -116,7 +116,7 @@ class MoR(nn.Module):
 
     def serve(self, x, recursion, positions, plan):
         """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters,
-        plan.serve, see :meth:`.layers.Layer.serve`."""
+        plan.serve, see Layer.serve in layers.py."""
         if len(self.lora) or not is_fused(x):
             return self.block(x, recursion, positions, plan.attend)
         layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
@@ -141,7 +141,7 @@ class MoR(nn.Module):
         return ops.rms_norm(x, self.norm.weight, self.norm.eps)[1]
 
     def _layer(self, index, x, add, *arguments):
-        """See :class:`.layers.Layer`."""
+        """See Layer in layers.py."""
         layer = self.layers[index]
         if self.activation_checkpointing and torch.is_grad_enabled():
             x, add = x if add is None else x + add, None  # one of them is kept
@@ -183,9 +183,10 @@ class MoR(nn.Module):
         mode: str | None = None,
         logits: bool = True,
     ) -> MoROutput:
-        """
+        """Logits, loss and depths of a batch.
+
         Args:
-            input_ids: (B, T) integers.
+            input_ids: (B, T) int64 or int32.
             targets: (B, T) int64, the token that follows each; -100 for none.
             attention_mask: (B, T) bool or integers, 0 at padding, which may be anywhere; a token's position is
                 its rank among the real tokens of its row.
@@ -527,7 +528,8 @@ class MoR(nn.Module):
         """A saved model, in the dtype that it was saved in; ``changes`` override fields of its configuration.
 
         Raises:
-            FileNotFoundError, ValueError: a file is missing, corrupt or of another model; the message says which.
+            FileNotFoundError: a file is missing.
+            ValueError: a file is corrupt or of another model; the message says which.
         """
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
         for path in (config, weights):
@@ -564,13 +566,20 @@ class MoR(nn.Module):
 
     @classmethod
     def from_dense(cls, dense, config: MoRConfig, init: str = "stepwise") -> MoR:
-        """A recursive model from a dense Llama-architecture one ("uptraining"; paper, appendix on sharing strategies).
+        """A recursive model from a dense Llama-architecture one ("uptraining"; paper, appendix "Expanded Results of
+        Parameter Sharing Strategy").
 
         Args:
             dense: folder of a Hugging Face checkpoint (``*.safetensors``), or its state dict.
             config: the recursive model; widths and ``num_hidden_layers`` are the dense model's, which
                 :meth:`MoRConfig.from_llama` reads from the folder.
-            init: how a shared layer comes from the dense ones, see :func:`.convert.dense_to_recursive`.
+            init: how a shared layer comes from the dense ones: "stepwise" is one at even steps, "lower" or "upper" one
+                of the first or last, "average" the mean of those that it stands for when unrolled, "random" a new one.
+                Embedding, norm, head and own ends are the dense model's, routers and adapters new.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: it isn't a Llama's, or another depth or width than the configuration's; the message names it.
         """
         model = cls(config)
         source = "dense" if isinstance(dense, dict) else os.fspath(dense)

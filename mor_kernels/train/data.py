@@ -36,6 +36,7 @@ def documents(source: Source) -> Iterator[str]:
     """The documents of a source, one string each, empty ones left out.
 
     A source is one of, or a list of:
+
     - a .jsonl file (a document a line, in its field "text"), or any other file of text (a document, or several
       separated by `<|endoftext|>`), in UTF-8;
     - a folder, searched recursively for .txt, .md and .jsonl files in the order of their names;

@@ -53,27 +53,27 @@ class TrainConfig:
     batch_size: int = 8
     accumulation: int = 1
     sequence_length: int = 512
-    learning_rate: float = 3e-3  # the peak
-    schedule: str = "trapezoid"  # or "cosine"
-    warmup: float = 0.05  # share of the steps
-    cooldown: float = 0.2  # share of the steps, trapezoid only
+    learning_rate: float = 3e-3  #: the peak
+    schedule: str = "trapezoid"  #: or "cosine"
+    warmup: float = 0.05  #: share of the steps
+    cooldown: float = 0.2  #: share of the steps, trapezoid only
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1  # on matrices only
-    clip: float = 1.0  # largest norm of the whole gradient; inf: no limit
-    seed: int = 0  # order of the training data
+    weight_decay: float = 0.1  #: on matrices only
+    clip: float = 1.0  #: largest norm of the whole gradient; inf: no limit
+    seed: int = 0  #: order of the training data
     validation: float = 0.01
-    device: str = "auto"  # CUDA where there is one, else the CPU
-    precision: str = "auto"  # "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
-    # launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
+    device: str = "auto"  #: CUDA where there is one, else the CPU
+    precision: str = "auto"  #: "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
+    #: launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
     cuda_graphs: bool | None = None
-    activation_checkpointing: bool = False  # compute each layer twice and keep its input only: less memory, more time
-    parallel: str = "ddp"  # under torchrun: each process has the whole model, or with "fsdp" a part of it
+    activation_checkpointing: bool = False  #: compute each layer twice and keep its input only: less memory, more time
+    parallel: str = "ddp"  #: under torchrun: each process has the whole model, or with "fsdp" a part of it
     log_every: int = 10
-    eval_every: int = 100  # 0: never
+    eval_every: int = 100  #: 0: never
     eval_batches: int = 8
     checkpoint_every: int = 100
-    keep: int = 3  # checkpoints left on disk
-    resume: bool = True  # go on from the latest checkpoint in `out`, if there is one
+    keep: int = 3  #: checkpoints left on disk
+    resume: bool = True  #: go on from the latest checkpoint in `out`, if there is one
     progress: bool = True
 
     def __post_init__(self):

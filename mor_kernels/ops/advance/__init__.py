@@ -55,14 +55,14 @@ _enter = define(
 class Lanes(NamedTuple):
     """State of the slots of a decoding engine, one token at work in each."""
 
-    # (9 + stops, S) int64, for each slot: recursion that its token takes next, -1 for none; token that is to enter, -1
-    # for none; row of the block's pages that the pass appends to, -1 for none, and the flat slot there; row of the
-    # pages of the own ends, -1 while none is at work, and the flat slot of the token there; recursions that the token
-    # has taken if it waits for the last layer, otherwise -1; the token's position; tokens of the sequence at which the
-    # request ends; tokens that end it, -1 for fewer
+    #: (9 + stops, S) int64, for each slot: recursion that its token takes next, -1 for none; token that is to enter, -1
+    #: for none; row of the block's pages that the pass appends to, -1 for none, and the flat slot there; row of the
+    #: pages of the own ends, -1 while none is at work, and the flat slot of the token there; recursions that the token
+    #: has taken if it waits for the last layer, otherwise -1; the token's position; tokens of the sequence at which the
+    #: request ends; tokens that end it, -1 for fewer
     table: torch.Tensor
-    k_lens: torch.Tensor  # (2, S) int32 keys that the pass sees, and those of the own ends
-    ticks: torch.Tensor  # () int64 that have ended
+    k_lens: torch.Tensor  #: (2, S) int32 keys that the pass sees, and those of the own ends
+    ticks: torch.Tensor  #: () int64 that have ended
 
     @classmethod
     def new(cls, slots: int, stops: int, device: torch.device | str) -> Lanes:
@@ -80,25 +80,26 @@ class Lanes(NamedTuple):
 class Leaving(NamedTuple):
     """The m places of last layer, head and first layer in a tick, as :func:`leave` gives them away."""
 
-    columns: torch.Tensor  # (fields, m) int64 the lanes' columns of the table; of padding -1, and 0 from the stops on
-    k_lens: torch.Tensor  # (m,) int32 keys of the own ends
-    x: torch.Tensor  # (m, D) states; of padding 0
-    at: torch.Tensor | None  # (n,) int64 the place of each lane, -1 for none; None where each lane has its own
+    columns: torch.Tensor  #: (fields, m) int64 the lanes' columns of the table; of padding -1, and 0 from the stops on
+    k_lens: torch.Tensor  #: (m,) int32 keys of the own ends
+    x: torch.Tensor  #: (m, D) states; of padding 0
+    at: torch.Tensor | None  #: (n,) int64 the place of each lane, -1 for none; None where each lane has its own
 
 
 class Entering(NamedTuple):
     """What :func:`advance_` returns, of each place."""
 
-    ids: torch.Tensor  # (m,) int64 tokens that enter; 0 or more for the other places, too
-    positions: torch.Tensor  # (m,) int64, 0 for the other places
-    lanes: torch.Tensor  # (m,) int64 that they enter, also rows of the own ends' pages; -1 for the others
-    slots: torch.Tensor  # (m,) int64 flat slots there, -1 for the others
-    k_lens: torch.Tensor  # (m,) int32 keys there, 0 for the others
+    ids: torch.Tensor  #: (m,) int64 tokens that enter; 0 or more for the other places, too
+    positions: torch.Tensor  #: (m,) int64, 0 for the other places
+    lanes: torch.Tensor  #: (m,) int64 that they enter, also rows of the own ends' pages; -1 for the others
+    slots: torch.Tensor  #: (m,) int64 flat slots there, -1 for the others
+    k_lens: torch.Tensor  #: (m,) int32 keys there, 0 for the others
 
 
 def leave(goes_on: torch.Tensor, lanes: Lanes, x: torch.Tensor, size: int, *, backend: str | None = None) -> Leaving:
     """Find the lanes that are to pass the last layer and the first one in this tick, which are few of all, and gather
-    what these need, in one launch: those whose tokens don't go on, and those that have a token to ``feed``.
+    what these need, in one launch: those whose tokens don't go on, and those that have a token to ``feed``. (Of
+    continuous depth-wise batching; paper, section "Inference Throughput Evaluation".)
 
     Those that have waited come first, then all in the order of the lanes. Where there are more than ``size``, the
     others wait; :func:`advance_` notes that.
@@ -106,8 +107,16 @@ def leave(goes_on: torch.Tensor, lanes: Lanes, x: torch.Tensor, size: int, *, ba
     Args:
         goes_on: (n,) bool, False for idle lanes.
         lanes: the state; its table may have rows more, which are gathered as well.
-        x: (n, D) states.
+        x: (n, D) states; bf16, fp16, fp32 or fp64.
         size: m, the places.
+        backend: see :func:`route`.
+
+    Returns:
+        :class:`Leaving`.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "leave"
     _checks.tensor(op, "goes_on", goes_on, ("n",), (torch.bool,))
@@ -160,7 +169,7 @@ def advance_(
         goes_on: (n,) bool, False for idle lanes.
         at: (n,) int64, see :class:`Leaving`; None where m is n and each lane has its own place.
         lanes: the state, changed in place. A slot is freed before its request has ended by -1 in the first seven rows
-            of the table, and its pages by :func:`..free_pages_`.
+            of the table, and its pages by :func:`free_pages_`.
         record: (R, S, 3) int64, of which number ``lanes.ticks % R`` is written, for each of the n slots: the token that
             came out, -2 for none; recursions that its token has taken, 0 if the lane took no part; and the recursion
             that it takes next, -1 for none. On CUDA it may be pinned memory of the host.
@@ -169,6 +178,15 @@ def advance_(
         ends: pages of the own first and last layers, a row for each slot; None if there are none.
         recursions: Nr.
         page_size: tokens a page, of both.
+        shared: see ``block``.
+        backend: see :func:`route`.
+
+    Returns:
+        :class:`Entering`.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "advance_"
     _checks.tensor(op, "goes_on", goes_on, ("n",), (torch.bool,))
@@ -206,14 +224,20 @@ def enter_(
     backend: str | None = None,
 ) -> None:
     """Put states at the door of the block, in one launch, with their scores by the first recursion's router, as
-    :func:`..depth_step_` wants them.
+    :func:`depth_step_` wants them.
 
     Args:
-        x: (n, D), of which the lanes' rows are written; rows of elements side by side.
+        x: (n, D), of which the lanes' rows are written; bf16, fp16, fp32 or fp64; rows of elements side by side.
         new: (m, D), of x's dtype.
         lanes: (m,) int64 below n, each at most once; -1 for rows of new that go nowhere.
         logits: (n,) fp32 (fp64 for fp64 x), written likewise: new . weight / temperature. None for no router.
         weight: (D,) linear router.
+        temperature: of the router.
+        backend: see :func:`route`.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "enter_"
     _checks.tensor(op, "x", x, ("n", "D"))

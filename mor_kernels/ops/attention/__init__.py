@@ -160,15 +160,18 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ):
-    """Query-subset attention, batched: a query at position p sees keys 0..p of its sequence.
+    """Query-subset attention, batched: a query at position p sees keys 0..p of its sequence (paper, section "KV Caching
+    Strategies").
 
     Args:
         q: (B, Tq, H, d) queries; bf16, fp16, fp32 or fp64; any strides. Softmax and sums are in fp32 (fp64 for fp64).
-        k, v: (B, Tk, G, d) keys and values; H a multiple of G, query head h uses head h // (H/G). Views of a fused
-            projection are welcome.
+        k: (B, Tk, G, d) keys; H a multiple of G, query head h uses head h // (H/G). Views of a fused projection are
+            welcome.
+        v: (B, Tk, G, d) values.
         q_positions: (B, Tq) integers, each query's position counted in keys. Default: its index (plain causal).
-        k_fresh, v_fresh: (B, Tq, G, d) keys and values of the queries' own tokens, which take the place of those at
-            ``q_positions`` (hybrid strategy), without a merged copy on a GPU. Positions are then all different.
+        k_fresh: (B, Tq, G, d) keys of the queries' own tokens, which take the place of those at ``q_positions`` (hybrid
+            strategy), without a merged copy on a GPU. Positions are then all different.
+        v_fresh: (B, Tq, G, d) values likewise.
         q_lens: (B,) integers; queries at and past it are padding: output zeros, no gradient.
         k_lens: (B,) integers; keys at and past it are not seen, whatever they hold. So are keys past a sequence's last
             position, unless a library computes it; a NaN among the others reaches every query of its sequence.
@@ -177,12 +180,16 @@ def attention(
         backend: "eager"; "triton"; "hopper" (H100; bf16 and fp16, d of 64 or 128, nothing fresh; the backward takes 4
             bytes an element of q beside its results); or a library behind this op: "cudnn" (PyTorch's; as many queries
             as keys, without positions) or "fa4" (flash-attn-4, Hopper), both without lengths. The last three take a
-            scale > 0 and add up the gradient of q in any order. Default: the fastest as measured (``_choice.py``);
-            "triton" in deterministic mode.
+            scale > 0 and add up the gradient of q in any order. Default: the fastest as measured
+            (``attention/_choice.py``); "triton" in deterministic mode.
 
     Returns:
         (B, Tq, H, d), dtype of q (the autocast dtype under autocast); zeros where a query sees nothing. With
         ``return_lse`` a pair. Gradients reach q, k, v, through both.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "attention"
     tensors, scale = _prepare(op, ("B",), q, k, v, k_fresh, v_fresh, q_positions, softmax_scale)
@@ -215,13 +222,18 @@ def attention_varlen(
     """Query-subset attention, packed: sequence b owns queries cu_seqlens_q[b]:cu_seqlens_q[b+1], and keys likewise.
 
     Args:
-        q: (total_q, H, d); k, v: (total_k, G, d); as in :func:`attention`. Rows past the last sequence's end are
-            padding: output zeros, no gradient.
-        cu_seqlens_q, cu_seqlens_k: (B+1,) int32, from 0, ascending; sequences of length zero are welcome.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths.
+        q: (total_q, H, d), as in :func:`attention`. Rows past the last sequence's end are padding: output zeros, no
+            gradient.
+        k: (total_k, G, d) likewise.
+        v: (total_k, G, d) likewise.
+        cu_seqlens_q: (B+1,) int32, from 0, ascending; sequences of length zero are welcome.
+        cu_seqlens_k: (B+1,) int32 likewise.
+        max_seqlen_q: bound on the lengths.
+        max_seqlen_k: bound on the lengths.
         q_positions: (total_q,) integers, each query's position counted in keys of its sequence. Default: its index in
             the sequence (top-left aligned).
-        k_fresh, v_fresh: (total_q, G, d); as in :func:`attention`.
+        k_fresh: (total_q, G, d), as in :func:`attention`.
+        v_fresh: (total_q, G, d), as in :func:`attention`.
         softmax_scale: default d ** -0.5.
         return_lse: also return the log-sum-exp, (H, total_q) fp32, -inf where nothing is seen.
         backend: "eager", "triton", "hopper" as in :func:`attention`, or "fa4" (without positions, with one cu_seqlens
@@ -229,7 +241,12 @@ def attention_varlen(
             in deterministic mode.
 
     Returns:
-        (total_q, H, d), or a pair with the log-sum-exp.
+        (total_q, H, d), dtype and zeros as in :func:`attention`, or a pair with the log-sum-exp. Gradients reach q, k,
+        v, through both.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "attention_varlen"
     tensors, scale = _prepare(op, (), q, k, v, k_fresh, v_fresh, q_positions, softmax_scale)

@@ -93,17 +93,21 @@ def decode_linear(
     Args:
         x: (n, K), few rows: 128 is many. Any number is right. bf16, fp16, fp32 or fp64.
         weight: (O, K); with ``gated`` (2O, K), gates and then values, of which y is silu(gates) * values.
-        norm_weight: (K,), the norm's gains; None for no norm. eps: added to the mean of squares.
+        norm_weight: (K,), the norm's gains; None for no norm.
         squares: (n, P) fp32 (fp64 for fp64), in place of norm_weight: x is rows times the norm's gains, and the P
             numbers of a row add up to the sum of its squares before, as a call with next_norm_weight returns both. A
             norm so costs nothing.
+        eps: added to the mean of squares.
         residual: (n, O), added to y in fp32.
         next_norm_weight: (O,), the gains of the norm that follows; not with gated. The rows times them have to fit into
             the dtype, which is why the fused kernel has no norms in fp16.
+        gated: see ``weight``.
         prefetch: no kernel in flight on the stream writes weight or norm_weight, so that they may be read before the
             kernel that was launched last is over. That may write next_norm_weight.
-        All are of one dtype, which autocast leaves as it is; any strides, but only rows of elements side by side get
-        the fused kernel.
+        backend: see :func:`route`.
+
+    All are of one dtype, which autocast leaves as it is; any strides, but only rows of elements side by side get the
+    fused kernel.
 
     Returns:
         y, (n, O), dtype of x; with next_norm_weight (y, y * next_norm_weight, squares of y), each of which is of y as
@@ -112,7 +116,8 @@ def decode_linear(
         row, nor, up to 128 of them, on how many there are. "triton" rounds between its kernels.
 
     Raises:
-        RuntimeError: gradients are on and an argument needs one.
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "decode_linear"
     _checks.tensor(op, "x", x, ("n", "K"))
@@ -159,20 +164,30 @@ def decode_qkv_(
     backend: str | None = None,
 ) -> torch.Tensor:
     """What a Llama layer does before attention while decoding, in one launch: :func:`decode_linear` with a norm, whose
-    columns are queries, keys and values, and :func:`..kv_append_` of them, with queries and keys turned.
+    columns are queries, keys and values, and :func:`kv_append_` of them, with queries and keys turned.
 
     Args:
-        x, norm_weight or squares, eps, prefetch: as in :func:`decode_linear`.
+        x: (n, K), as in :func:`decode_linear`.
         weight: ((H + 2G) d, K): of the heads of queries, then of keys, then of values.
-        k_cache, v_cache, slots, positions, theta: as in :func:`..kv_append_`; a float8 cache has scales of 1.
+        k_cache: as in :func:`kv_append_`; a float8 cache has scales of 1.
+        v_cache: likewise.
+        slots: (n,) int64, as there.
         heads: H.
+        positions: (n,) integers, as there.
+        theta: as there.
+        norm_weight: (K,), or None beside ``squares``; as in :func:`decode_linear`.
+        squares: (n, P), as there.
+        eps: as there.
+        prefetch: as there.
+        backend: see :func:`route`.
 
     Returns:
         (n, H, d), the turned queries, dtype of x. The fused kernel, for bf16, heads of width 64 or 128 and caches of
         x's dtype, rounds nothing between the product and what it writes.
 
     Raises:
-        RuntimeError: gradients are on and an argument needs one.
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "decode_qkv_"
     check_caches(op, k_cache, v_cache)

@@ -37,10 +37,11 @@ def depth_step_(
     residual: str = "block",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """End a recursion of tokens that each are at their own, in one launch; for serving, so no gradient.
+    """End a recursion of tokens that each are at their own, in one launch; for serving, so no gradient (paper, equation
+    1, with a threshold in place of the percentile).
 
     With x a token's state that entered recursion r, f its row of ``update`` and ``gate = alpha * G(logit)``, which is 0
-    for a logit that is not a number, the new state is as in :func:`..scatter_back`: x + gate * f for the residual
+    for a logit that is not a number, the new state is as in :func:`scatter_back`: x + gate * f for the residual
     "block", x + gate * (f - x) for "delta", gate * f for "none". It is rounded and written into x. Its score by the
     router of recursion r + 1, new x . weight[r + 1] / temperature, is written into ``logits``, ready for the next call;
     after the last recursion the logit stays as it was. A token goes on if r + 1 < last and that score is positive.
@@ -56,12 +57,17 @@ def depth_step_(
         replayed: (n,) bool, tokens that go on to ``last`` whatever their score; default none.
         aux_weight: (Nr, D) auxiliary routers: a token goes on if their score is positive, and its own is a number.
         activation: G, "sigmoid", "tanh" or "none".
+        alpha: factor of the gate.
+        temperature: divides ``x . weight``, > 0.
+        residual: see above.
+        backend: see :func:`route`.
 
     Returns:
         (n,) bool: which tokens take another recursion; padding doesn't.
 
     Raises:
-        RuntimeError: gradients are on and an argument needs one.
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "depth_step_"
     _checks.tensor(op, "x", x, ("n", "D"))

@@ -43,11 +43,16 @@ def gather(x: torch.Tensor, indices: torch.Tensor, *, backend: str | None = None
     """``x[indices]`` with zeros for index -1; a bit-exact copy.
 
     Args:
-        x: (M, ...) rows, any dtype in fp32, bf16, fp16, fp64; any strides.
+        x: (M, ...) rows; bf16, fp16, fp32 or fp64; any strides.
         indices: (n,) int64 in [-1, M), each row at most once (-1 as often as need be).
+        backend: see :func:`route`.
 
     Returns:
-        (n, ...), dtype of x.
+        (n, ...), dtype of x; gradients reach x.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     _checks.tensor("gather", "x", x, ("M", "..."))
     _checks.tensor("gather", "indices", indices, ("n",), (torch.int64,), x)

@@ -137,20 +137,29 @@ def kv_append(
     theta: float = 10000.0,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """New caches with the tokens' keys and values in their slots; differentiable, the given caches stay as they are.
+    """New caches with the tokens' keys and values in their slots; differentiable, the given caches stay as they are
+    (paper, section "KV Caching Strategies").
 
     With one page a sequence (k_cache of shape (B, N, G, d), slot b*N + position) this is the hybrid strategy's fresh
     keys/values over the shared ones.
 
     Args:
-        k, v: (n, G, d), rounded to the caches' dtype.
-        k_cache, v_cache: (num_pages, page_size, G, d); bf16, fp16, fp32 or fp64.
+        k: (n, G, d) keys, rounded to the caches' dtype.
+        v: (n, G, d) values, likewise.
+        k_cache: (num_pages, page_size, G, d); bf16, fp16, fp32 or fp64.
+        v_cache: (num_pages, page_size, G, d), likewise.
         slots: (n,) int64 flat slots ``page * page_size + offset``, each at most once; -1 writes nowhere.
-        positions: (n,) integers by which the keys are first turned, see :func:`..rope`; None for keys that are as they
-            should be. theta: base of the frequencies.
+        positions: (n,) integers by which the keys are first turned, see :func:`rope`; None for keys that are as they
+            should be.
+        theta: base of the frequencies.
+        backend: see :func:`route`.
 
     Returns:
-        Two new caches.
+        Two new caches; gradients reach k, v and the given caches.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "kv_append"
     check_caches(op, k_cache, v_cache)
@@ -179,16 +188,25 @@ def kv_append_(
     """As :func:`kv_append`, into the given caches and in one launch; for serving, so no gradient.
 
     Args:
-        k, v, k_cache, v_cache, slots, positions, theta: as in :func:`kv_append`, but the caches may be float8_e4m3fn:
-            numbers beyond 448 scales are written as 448. Any strides.
+        k: (n, G, d), as in :func:`kv_append`.
+        v: (n, G, d), as there.
+        k_cache: as there, changed in place; also float8_e4m3fn: numbers beyond 448 scales are written as 448. Any
+            strides.
+        v_cache: likewise.
+        slots: (n,) int64, as there.
+        positions: (n,) integers, as there.
+        theta: as there.
         q: (n, H, d) queries of the same tokens, to be turned by ``positions`` in the same launch.
-        k_scale, v_scale: (G,) fp32 scales > 0 of float8 caches; None for 1.
+        k_scale: (G,) fp32 scales > 0 of a float8 cache; None for 1.
+        v_scale: (G,) fp32, likewise.
+        backend: see :func:`route`.
 
     Returns:
-        The turned queries, of every token; None without q.
+        (n, H, d), the turned queries, of every token; None without q.
 
     Raises:
-        RuntimeError: gradients are on and an argument needs one.
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "kv_append_"
     check_caches(op, k_cache, v_cache, k_scale, v_scale)
@@ -216,13 +234,20 @@ def kv_lookup(
     """The live keys and values of some rows, packed one row after another; differentiable bit-exact copies.
 
     Args:
-        k_cache, v_cache: (num_pages, page_size, G, d); also float8_e4m3fn, without scales and without gradients.
+        k_cache: (num_pages, page_size, G, d); bf16, fp16, fp32, fp64; also float8_e4m3fn, without scales and
+            without gradients.
+        v_cache: (num_pages, page_size, G, d), likewise.
         page_table: (R, max_pages) int32, the pages of each row; entries past a row's length are not read.
         cu_seqlens: (R+1,) int32, from 0, ascending: where each row begins in the result.
         total: rows of the result, at least cu_seqlens[-1]; those past it are zeros.
+        backend: see :func:`route`.
 
     Returns:
-        k, v: (total, G, d) each.
+        Keys and values, (total, G, d) each, dtype of the caches. Gradients reach the caches.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "kv_lookup"
     check_caches(op, k_cache, v_cache)

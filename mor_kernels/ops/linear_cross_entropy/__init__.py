@@ -89,11 +89,16 @@ def linear_cross_entropy(
         x: (..., D); bf16, fp16, fp32 or fp64; any strides.
         weight: (V, D), of the same dtype; under autocast both are cast.
         targets: (...) int64, -100 for tokens without one, which count for nothing.
+        backend: see :func:`route`.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 x), to be divided by the number of targets for their mean. Logits are rounded to
         the dtype of x; losses and the logits' gradient are computed in fp32 (fp64 for fp64), the latter rounded once.
         The products are PyTorch's. Gradients reach x and weight.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "linear_cross_entropy"
     _checks.tensor(op, "x", x, ("...", "D"))

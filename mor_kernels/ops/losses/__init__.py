@@ -88,13 +88,21 @@ def aux_loss(
     """Binary cross-entropy of router logits against "was kept", mean over all candidates of the batch (0 without any).
 
     Trains the router itself (auxiliary loss) or a second one on detached states (auxiliary router) to tell, without a
-    look at later tokens, which tokens a recursion keeps.
+    look at later tokens, which tokens a recursion keeps (paper, appendix "Routing Strategy").
 
     Args:
-        logits: (B, C) as :func:`route` returns them.
+        logits: (B, C) as :func:`route` returns them; bf16, fp16, fp32 or fp64.
         kept: (B, k) int64, the kept positions, ascending, all of them candidates, -1 at the end (``Routed.indices``).
         candidates: (B, C) int64, ascending, -1 at the end, as given to :func:`route`; default all positions.
         seqlens: (B,) integers as given to :func:`route`.
+        backend: see :func:`route`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64); gradients reach logits.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     _checks.tensor("aux_loss", "logits", logits, ("B", "C"))
     _checks.tensor("aux_loss", "kept", kept, (logits.shape[0], "k"), (torch.int64,), logits)
@@ -106,11 +114,20 @@ def aux_loss(
 
 
 def z_loss(logits: torch.Tensor, *, valid: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
-    """Router z-loss: mean of the squared logsumexp over the experts; with one logit a token, mean of its square.
+    """Router z-loss: mean of the squared logsumexp over the experts; with one logit a token, mean of its square (paper,
+    appendix "Details of Design Configurations").
 
     Args:
-        logits: (B, C) one logit a token (expert-choice), or (B, N, Nr) (token-choice).
-        valid: (B, C) or (B, N) bool, which tokens count; default all. 0 without any.
+        logits: (B, C) one logit a token (expert-choice), or (B, N, Nr) (token-choice); bf16, fp16, fp32 or fp64.
+        valid: (B, C) or (B, N) bool, which tokens count; default all.
+        backend: see :func:`route`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64), 0 where no token counts; gradients reach logits.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     if not isinstance(logits, torch.Tensor) or logits.dim() not in (2, 3):
         _checks.fail("z_loss", "logits", "shape (B, C) or (B, N, Nr)", getattr(logits, "shape", type(logits).__name__))
@@ -125,14 +142,24 @@ def z_loss(logits: torch.Tensor, *, valid: torch.Tensor | None = None, backend: 
 def balance_loss(
     probs: torch.Tensor, depths: torch.Tensor, *, scope: str = "sequence", backend: str | None = None
 ) -> torch.Tensor:
-    """Load balancing of token-choice: sum over experts of f_i * P_i, 1 where the load is even.
+    """Load balancing of token-choice: sum over experts of f_i * P_i, 1 where the load is even (paper, appendix "Routing
+    Strategy").
 
     f_i = Nr x the share of tokens of depth i, P_i = the mean of p_i; both over the real tokens of a sequence, and the
     mean over the sequences that have any ("sequence", as in the paper), or over the whole micro-batch ("batch").
 
     Args:
-        probs: (B, N, Nr) routing probabilities.
-        depths: (B, N) integers 1..Nr, 0 at padding.
+        probs: (B, N, Nr) routing probabilities; bf16, fp16, fp32 or fp64.
+        depths: (B, N) int64 or int32, 1..Nr, 0 at padding.
+        scope: "sequence" or "batch".
+        backend: see :func:`route`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64); gradients reach probs.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     _checks.tensor("balance_loss", "probs", probs, ("B", "N", "Nr"))
     if probs.shape[-1] == 0:
@@ -143,11 +170,19 @@ def balance_loss(
 
 
 def router_bias_update(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0.001) -> torch.Tensor:
-    """Loss-free balancing: ``bias + rate * sign(mean(counts) - counts)``.
+    """Loss-free balancing: ``bias + rate * sign(mean(counts) - counts)`` (paper, appendix "Routing Strategy").
 
     Args:
-        bias: (Nr,) added to the scores for the choice only.
-        counts: (Nr,) tokens that chose each expert in the step, summed over data-parallel ranks by the caller.
+        bias: (Nr,) floats, added to the scores for the choice only, see :func:`choose_depths`.
+        counts: (Nr,) integers or floats, tokens that chose each expert in the step, summed over data-parallel ranks by
+            the caller.
+        rate: by how much a bias moves.
+
+    Returns:
+        (Nr,), the new bias; the given one stays as it is.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
     """
     _checks.tensor("router_bias_update", "bias", bias, ("Nr",))
     _checks.tensor(
@@ -158,8 +193,19 @@ def router_bias_update(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0
 
 
 def dead_token_ratio(kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Share of positions that no sequence of the batch keeps at the last recursion; kept (B, N) bool. With ``valid``
-    (B, N) bool, of the positions at which some sequence has a token."""
+    """Share of positions that no sequence of the batch keeps at the last recursion (paper, appendix "Router Performance
+    Evaluation Metrics").
+
+    Args:
+        kept: (B, N) bool, whether the last recursion keeps the token.
+        valid: (B, N) bool, False at padding: of the positions at which some sequence has a token. Default: of all.
+
+    Returns:
+        A scalar, fp32.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+    """
     _checks.tensor("dead_token_ratio", "kept", kept, ("B", "N"), (torch.bool,))
     valid = torch.ones_like(kept) if valid is None else valid
     _checks.tensor("dead_token_ratio", "valid", valid, tuple(kept.shape), (torch.bool,), kept)
@@ -168,7 +214,20 @@ def dead_token_ratio(kept: torch.Tensor, valid: torch.Tensor | None = None) -> t
 
 
 def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Share of valid candidates whose causal decision equals the top-k choice; bool tensors of one shape."""
+    """Share of candidates whose causal decision equals the top-k choice (paper, appendix "Router Performance Evaluation
+    Metrics").
+
+    Args:
+        predicted: (...) bool, whether the token would be taken without a look at later ones.
+        kept: (...) bool, whether it was among the k best.
+        valid: (...) bool, which are candidates; default all.
+
+    Returns:
+        A scalar, fp32.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+    """
     _checks.tensor("sampling_accuracy", "kept", kept, ("...",), (torch.bool,))
     _checks.tensor("sampling_accuracy", "predicted", predicted, tuple(kept.shape), (torch.bool,), kept)
     valid = torch.ones_like(kept) if valid is None else valid
@@ -177,13 +236,35 @@ def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.
 
 
 def max_vio(counts: torch.Tensor) -> torch.Tensor:
-    """Largest relative overload of an expert, (max load - mean load) / mean load; counts (Nr,)."""
+    """MaxVio, the largest relative overload of an expert: (max load - mean load) / mean load (paper, appendix "Router
+    Performance Evaluation Metrics").
+
+    Args:
+        counts: (Nr,) integers or floats, tokens that chose each expert.
+
+    Returns:
+        A scalar, fp32; 0 without tokens.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+    """
     _checks.tensor("max_vio", "counts", counts, ("Nr",), (*_checks.INTEGERS, *_checks.FLOATS))
     mean = counts.to(torch.float32).mean()
     return torch.where(mean > 0, (counts.max() - mean) / mean, 0)
 
 
 def routing_entropy(probs: torch.Tensor) -> torch.Tensor:
-    """Entropy, in nats, of the experts' average probabilities (tokens, Nr), which sum to 1; ln Nr when balanced."""
+    """Entropy, in nats, of the experts' average probabilities; ln Nr when balanced (paper, appendix "Router Performance
+    Evaluation Metrics").
+
+    Args:
+        probs: (tokens, Nr) floats, of each token summing to 1.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+    """
     _checks.tensor("routing_entropy", "probs", probs, ("tokens", "Nr"))
     return torch.special.entr(probs.to(wide(probs.dtype)).mean(0)).sum()

@@ -16,8 +16,8 @@ from . import eager
 class Packed(NamedTuple):
     """What :func:`pack_depths` returns, one row a recursion."""
 
-    indices: torch.Tensor  # (Nr, B*N) int64: rows of the flattened (B*N) batch, ascending; -1 past cu_seqlens[r, -1]
-    cu_seqlens: torch.Tensor  # (Nr, B+1) int32: where each sequence's tokens begin among them
+    indices: torch.Tensor  #: (Nr, B*N) int64: rows of the flattened (B*N) batch, ascending; -1 past cu_seqlens[r, -1]
+    cu_seqlens: torch.Tensor  #: (Nr, B+1) int32: where each sequence's tokens begin among them
 
 
 def _fake(depths, num_recursions):
@@ -58,9 +58,14 @@ def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | Non
     Args:
         depths: (B, N) int64 or int32, the number of recursions that a token takes; 0 for padding.
         num_recursions: Nr.
+        backend: see :func:`route`.
 
     Returns:
         :class:`Packed`.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     _checks.tensor("pack_depths", "depths", depths, ("B", "N"), _checks.INTEGERS)
     _checks.whole("pack_depths", "num_recursions", num_recursions, 1)
@@ -70,8 +75,8 @@ def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | Non
 class Depths(NamedTuple):
     """What :func:`choose_depths` returns."""
 
-    depths: torch.Tensor  # (B, N) int64: 1..Nr; 0 at padding
-    probs: torch.Tensor  # (B, N, Nr) fp32: softmax or sigmoid of the logits
+    depths: torch.Tensor  #: (B, N) int64: 1..Nr; 0 at padding
+    probs: torch.Tensor  #: (B, N, Nr) fp32: softmax or sigmoid of the logits
 
 
 _choose = define(
@@ -121,13 +126,18 @@ def choose_depths(
     finite number. Neither gets a gradient.
 
     Args:
-        logits: (B, N, Nr) router outputs, already divided by the temperature.
+        logits: (B, N, Nr) router outputs, already divided by the temperature; bf16, fp16, fp32 or fp64.
         activation: "softmax" or "sigmoid".
-        bias: (Nr,) added to the scores for the choice only (loss-free balancing).
+        bias: (Nr,) floats, added to the scores for the choice only (loss-free balancing).
         valid: (B, N) bool, False at padding; its depth is 0.
+        backend: see :func:`route`.
 
     Returns:
         :class:`Depths`; gradients reach ``logits`` through ``probs``.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     _checks.tensor("choose_depths", "logits", logits, ("B", "N", "Nr"))
     _checks.choice("choose_depths", "activation", activation, ("softmax", "sigmoid"))

@@ -55,14 +55,22 @@ def attention_schedule(
     device, so that a CUDA graph replays right whatever the lengths have become.
 
     Args:
-        k_lens, rows, cu_seqlens_q, backend: as in :func:`paged_attention`. What "eager" returns is for "eager" alone.
-        heads, groups: query heads H and key/value heads G.
+        k_lens: (R,) int32, as in :func:`paged_attention`.
+        heads: query heads, H.
+        groups: key/value heads, G.
         queries: n, with those of padding.
+        rows: (R,) int64, as there.
+        cu_seqlens_q: (R+1,) int32, as there.
         k_cache: whose width and dtype the split suits best; it is not read. Default: width 64, 16 bits.
         split: False leaves each lane whole, so that what it gets doesn't depend on the lengths of others, bit for bit.
+        backend: as there. What "eager" returns is for "eager" alone.
 
     Returns:
         int32, for calls with these arguments on one stream, which use it to count.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "attention_schedule"
     _checks.tensor(op, "k_lens", k_lens, ("R",), (torch.int32,))
@@ -104,16 +112,18 @@ def paged_attention(
     softmax_scale: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Attention of a few queries a lane over the lane's row of a paged cache; for serving, so no gradient.
+    """Attention of a few queries a lane over the lane's row of a paged cache; for serving, so no gradient (paper,
+    section "KV Caching Strategies").
 
     Rows of any lengths share a call: long ones are split among programs. Any number of queries is right; a kernel for
-    many queries a lane (a whole prompt) is :func:`..attention_varlen`.
+    many queries a lane (a whole prompt) is :func:`attention_varlen`.
 
     Args:
         q: (n, H, d) queries, one lane after another; bf16, fp16, fp32 or fp64; any strides. Softmax and sums are in
             fp32 (fp64 for fp64), whatever a row's length.
-        k_cache, v_cache: (num_pages, page_size, G, d), of q's dtype, or of one that fits into it: float8_e4m3fn, and
-            16 bits for q of 32. H a multiple of G; query head h uses head h // (H/G).
+        k_cache: (num_pages, page_size, G, d), of q's dtype, or of one that fits into it: float8_e4m3fn, and 16 bits for
+            q of 32. H a multiple of G; query head h uses head h // (H/G).
+        v_cache: (num_pages, page_size, G, d), likewise.
         page_table: (rows, max_pages) int32; entries past a row's length are not read.
         k_lens: (R,) int32 keys that each lane may see, those of its own queries included; 0 is welcome.
         schedule: of :func:`attention_schedule`, for the same lengths, rows and queries. Default: made anew, which is a
@@ -122,14 +132,17 @@ def paged_attention(
         cu_seqlens_q: (R+1,) int32, from 0, ascending: where each lane's queries begin. Default: one query a lane.
         q_positions: (n,) integers, the index among its lane's keys of the last one that a query sees. Default: the
             queries are the lane's newest tokens, in order.
-        k_scale, v_scale: (G,) fp32 scales of float8 caches; None for 1.
+        k_scale: (G,) fp32 scales of a float8 cache; None for 1.
+        v_scale: (G,) fp32, likewise.
         softmax_scale: default d ** -0.5.
+        backend: see :func:`route`.
 
     Returns:
         (n, H, d), dtype of q; zeros where a query sees nothing, and for queries of padding.
 
     Raises:
-        RuntimeError: gradients are on and an argument needs one.
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "paged_attention"
     check_caches(op, k_cache, v_cache, k_scale, v_scale)

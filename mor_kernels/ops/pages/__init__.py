@@ -49,11 +49,11 @@ _free = define(
 class Pages(NamedTuple):
     """State of rows that share pages. A page serves every layer of a block, since all write the same slot of it."""
 
-    lengths: torch.Tensor  # (rows,) int64 committed tokens
-    owned: torch.Tensor  # (rows,) int64 pages held
-    page_table: torch.Tensor  # (rows, max_pages) int32, -1 where a row has no page
-    free_pages: torch.Tensor  # (num_pages,) int32, a stack: the first free_count are free
-    free_count: torch.Tensor  # () int64
+    lengths: torch.Tensor  #: (rows,) int64 committed tokens
+    owned: torch.Tensor  #: (rows,) int64 pages held
+    page_table: torch.Tensor  #: (rows, max_pages) int32, -1 where a row has no page
+    free_pages: torch.Tensor  #: (num_pages,) int32, a stack: the first free_count are free
+    free_count: torch.Tensor  #: () int64
 
     @classmethod
     def new(cls, rows: int, num_pages: int, max_pages: int, device: torch.device | str) -> Pages:
@@ -70,10 +70,10 @@ class Pages(NamedTuple):
 class Taken(NamedTuple):
     """What :func:`take_pages_` returns."""
 
-    slots: torch.Tensor  # (total,) int64 flat slots of the new tokens, -1 for those of padding
-    rows: torch.Tensor  # (R,) int64 the rows given; all -1 if they were refused
-    k_lens: torch.Tensor  # (R,) int32 tokens in each row, the new ones included; 0 for padding
-    refused: torch.Tensor  # () int64: 0; or the pages that were lacking; or -1 if a row would outgrow its page table
+    slots: torch.Tensor  #: (total,) int64 flat slots of the new tokens, -1 for those of padding
+    rows: torch.Tensor  #: (R,) int64 the rows given; all -1 if they were refused
+    k_lens: torch.Tensor  #: (R,) int32 tokens in each row, the new ones included; 0 for padding
+    refused: torch.Tensor  #: () int64: 0; or the pages that were lacking; or -1 if a row would outgrow its page table
 
 
 def check_pages(op, pages, rows, cu_seqlens=None):
@@ -112,9 +112,14 @@ def take_pages_(
         cu_seqlens: (R+1,) int32, from 0, ascending: where each row's new tokens begin among all.
         total: tokens, at least cu_seqlens[-1]; those past it are padding.
         page_size: tokens a page.
+        backend: see :func:`route`.
 
     Returns:
         :class:`Taken`; what its ``refused`` says costs no wait until it is read.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "take_pages_"
     check_pages(op, pages, rows, cu_seqlens)
@@ -130,6 +135,11 @@ def commit_pages_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *,
         pages: the state, whose lengths grow.
         rows: (R,) int64, as ``Taken`` has them; -1 is passed over.
         cu_seqlens: (R+1,) int32, as they were given.
+        backend: see :func:`route`.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "commit_pages_"
     check_pages(op, pages, rows, cu_seqlens)
@@ -142,6 +152,11 @@ def free_pages_(pages: Pages, rows: torch.Tensor, *, backend: str | None = None)
     Args:
         pages: the state, changed in place.
         rows: (R,) int64, each at most once, -1 for padding.
+        backend: see :func:`route`.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "free_pages_"
     check_pages(op, pages, rows)

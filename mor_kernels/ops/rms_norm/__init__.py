@@ -103,13 +103,19 @@ def rms_norm_linear(
         weight: (O, D).
         eps: added to the mean of squares.
         add: (..., D), or None for a sum that is x itself.
-        All are of one dtype. Under autocast weight alone is cast, and the others may differ: the residual stream stays
-        in the dtype that it has.
+        backend: see :func:`route`.
+
+    All are of one dtype. Under autocast weight alone is cast, and the others may differ: the residual stream stays in
+    the dtype that it has.
 
     Returns:
-        (total, y): (..., D) in the dtype of x (of the wider one, where add's is another), and (..., O) in the dtype of
+        total and y, (..., D) in the dtype of x (of the wider one, where add's is another), and (..., O) in the dtype of
         weight. The sum is rounded to its dtype before it is normalised; the norm is computed in fp32 (fp64 for fp64)
         and rounded once, and so is the gradient. The products are PyTorch's. Gradients reach all four.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     return _rms_norm("rms_norm_linear", x, norm_weight, weight, eps, add, backend)
 
@@ -126,11 +132,19 @@ def rms_norm(
     before a head.
 
     Args:
-        x, norm_weight, eps, add: as there; under autocast nothing is cast.
+        x: (..., D), as there; under autocast nothing is cast.
+        norm_weight: (D,), as there.
+        eps: as there.
+        add: (..., D), as there.
+        backend: see :func:`route`.
 
     Returns:
-        (total, h), each (..., D) in the dtype of x (of the wider one, where add's is another). Gradients reach x,
+        total and h, each (..., D) in the dtype of x (of the wider one, where add's is another). Gradients reach x,
         norm_weight and add.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     return _rms_norm("rms_norm", x, norm_weight, None, eps, add, backend)
 

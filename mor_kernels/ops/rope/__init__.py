@@ -90,10 +90,15 @@ def rope(
             differ in the number of heads alone; views of a fused projection are welcome.
         positions: (...) integers, absolute positions (at every recursion, not a row's length or index).
         theta: base of the frequencies.
+        backend: see :func:`route`.
 
     Returns:
         Like x, a pair for a pair; gradients reach x. Products are in fp32 (fp64 for fp64 x), rounded once.
         "eager" computes angles in fp32 as well, off by up to 2 ** -23 radians a position; "triton" loses nothing there.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "rope"
     pair = isinstance(x, (tuple, list))
@@ -125,10 +130,16 @@ def rope_qkv(
     Args:
         qkv: (..., H + 2G, d), d even: heads of queries, then of keys, then of values; dtypes and strides as in rope.
         heads: H, at least 1.
-        positions, theta: see :func:`rope`.
+        positions: see :func:`rope`.
+        theta: see :func:`rope`.
+        backend: see :func:`route`.
 
     Returns:
-        (q, k, v): (..., H, d), (..., G, d) and (..., G, d), contiguous; v is a copy. Gradients reach qkv.
+        q, k and v, (..., H, d), (..., G, d) and (..., G, d), contiguous; v is a copy. Gradients reach qkv.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "rope_qkv"
     _checks.tensor(op, "qkv", qkv, ("...", "H+2G", "d"))

@@ -16,11 +16,11 @@ from . import eager
 class Routed(NamedTuple):
     """What :func:`route` returns; k tokens a sequence, fewer where a sequence has fewer candidates."""
 
-    rows: torch.Tensor  # (B, k, D), dtype of x: the kept tokens; zeros past counts
-    indices: torch.Tensor  # (B, k) int64: their absolute positions, ascending; -1 past counts
-    gates: torch.Tensor  # (B, k) fp32: alpha * G(logit); 0 past counts
-    logits: torch.Tensor  # (B, C) fp32, or (B, N) without candidates; 0 where there is no candidate
-    counts: torch.Tensor  # (B,) int32: tokens kept
+    rows: torch.Tensor  #: (B, k, D), dtype of x: the kept tokens; zeros past counts
+    indices: torch.Tensor  #: (B, k) int64: their absolute positions, ascending; -1 past counts
+    gates: torch.Tensor  #: (B, k) fp32: alpha * G(logit); 0 past counts
+    logits: torch.Tensor  #: (B, C) fp32, or (B, N) without candidates; 0 where there is no candidate
+    counts: torch.Tensor  #: (B,) int32: tokens kept
 
 
 def _fake(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
@@ -100,7 +100,8 @@ def route(
     rank: str = "logit",
     backend: str | None = None,
 ) -> Routed:
-    """Score every candidate token, keep the k best of each sequence, and gather their rows.
+    """Score every candidate token, keep the k best of each sequence, and gather their rows (paper, section "Routing
+    Strategies", equation 1).
 
     ``logit = x . weight / temperature`` (fp32 accumulation, fp64 for fp64 ``x``), ``gate = alpha * G(logit)``.
     Tokens are ranked by logit, descending, ties by the lower position, so that the choice is the same on every backend
@@ -118,6 +119,8 @@ def route(
         seqlens: (B,) integers; positions at and past it are padding and never kept.
         indices: (B, k) int64, a recorded choice to repeat (ascending, -1 at the end of a row) instead of a new one.
         activation: G, "sigmoid", "tanh" or "none".
+        alpha: factor of the gate.
+        temperature: divides ``x . weight``, > 0; ready ``logits`` are taken to be divided already.
         rank: "logit"; or "score", which ranks ``alpha * G(logit)`` in the dtype of x as the authors' code does, with
             the ties that this brings.
         backend: "eager", "triton" or "cuda"; default the best for the device, or ``MOR_BACKEND``.

@@ -35,24 +35,29 @@ def sample(
 
     Temperature 0 is the likeliest token (ties: the lowest id). Otherwise temperature, top-k, top-p and min-p, in this
     order, leave some tokens, and the token is the inverse of their cumulative distribution, likeliest first and ties
-    in order of their ids, at :func:`.eager.uniform` (seed, position), so it depends on nothing but the lane's own
-    arguments. Weights are whole numbers, whose sums are exact; what rounds is each token's exponential and the sum that
-    divides them, in float64. Backends and devices round these differently, by a last digit or so, and then choose
-    another token, at fewer than one position in 2**30.
+    in order of their ids, at a number that ``seed`` and ``position`` alone make (splitmix64; Steele, Lea and Flood,
+    2014), so it depends on nothing but the lane's own arguments. Weights are whole numbers, whose sums are exact; what
+    rounds is each token's exponential and the sum that divides them, in float64. Backends and devices round these
+    differently, by a last digit or so, and then choose another token, at fewer than one position in 2**30.
 
     Args:
         logits: (n, V), V at least 1; bf16, fp16, fp32 or fp64; any strides. NaN and -inf are never chosen, and +inf is
             likelier than any number.
         temperature: (n,) fp32 or fp64, finite, as the other numbers.
         top_k: (n,) int64: keep the k likeliest tokens and those tied with the k-th; 0 keeps all.
-        top_p: (n,): keep the likeliest tokens up to and including the one at which their mass reaches top_p; 1
-            keeps all.
-        min_p: (n,): keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        top_p: (n,) fp32 or fp64: keep the likeliest tokens up to and including the one at which their mass reaches
+            top_p; 1 keeps all.
+        min_p: (n,) fp32 or fp64: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
         seed: (n,) int64.
         position: (n,) int64 from 0; negative for lanes of padding, whose logits aren't read by kernels.
+        backend: see :func:`route`.
 
     Returns:
         (n,) int64 token ids; -1 for padding and for a lane without a single number or +inf among its logits.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "sample"
     _checks.tensor(op, "logits", logits, ("n", "V"))

@@ -87,7 +87,7 @@ def scatter_back(
     residual: str = "block",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The stream with the kept tokens updated; all other rows are bit-exact copies.
+    """The stream with the kept tokens updated (paper, equations 1 and 2); all other rows are bit-exact copies.
 
     At a kept token, with f its row of ``update`` and g its gate:
 
@@ -107,9 +107,15 @@ def scatter_back(
         update: the block's output at the kept tokens; may have another floating dtype than x.
         indices: int64, in any order, each row at most once; -1 for none.
         gates: fp32 or fp64; default 1.
+        residual: which of the above.
+        backend: see :func:`route`.
 
     Returns:
         A new stream, shape and dtype of x; gradients reach x, update and gates.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "scatter_back"
     tensors = _batched(op, x, update, indices, gates, residual)
@@ -133,7 +139,8 @@ def scatter_back_(
         x itself.
 
     Raises:
-        RuntimeError: gradients are on and an argument needs one.
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available, or gradients are on and an argument needs one.
     """
     op = "scatter_back_"
     tensors = _batched(op, x, update, indices, gates, residual)

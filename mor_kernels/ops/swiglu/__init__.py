@@ -59,10 +59,15 @@ def swiglu_linear(gate_up: torch.Tensor, weight: torch.Tensor, *, backend: str |
     Args:
         gate_up: (..., 2F), gates and then values; bf16, fp16, fp32 or fp64; any strides.
         weight: (D, F), of the same dtype; under autocast both are cast.
+        backend: see :func:`route`.
 
     Returns:
         (..., D), dtype of gate_up (the autocast dtype under autocast). Gated values and their gradients are computed in
         fp32 (fp64 for fp64) and rounded once; the products are PyTorch's. Gradients reach gate_up and weight.
+
+    Raises:
+        ValueError: an argument doesn't fit; the message names it.
+        RuntimeError: the named backend isn't available.
     """
     op = "swiglu_linear"
     _checks.tensor(op, "gate_up", gate_up, ("...", "2F"))
