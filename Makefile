@@ -3,6 +3,7 @@
 # SOURCE=file is the text that the demo is trained on; MOR_CUDA=0 leaves the CUDA kernels out, see setup.py.
 # make emulate: the CUDA kernels' tests on a CPU, by tests/emulator; make races: under g++'s ThreadSanitizer, which stops
 # at the first race between threads of a block.
+# make docs: the pages in build/docs, where a warning is an error.
 # make aot: the Triton kernels, compiled for A100 and H100 without a GPU, and what became of them; TRITON=3.6.0 does it
 # with that Triton, in a folder of its own, in place of the installed one.
 PY ?=
@@ -12,7 +13,7 @@ WORKERS = $(shell $(VPY) -c "import xdist; print('-n', 2)" 2>/dev/null)
 # OpenMP's spinning threads take milliseconds of a tiny operation on a busy machine
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test emulate races lint aot env clean
+.PHONY: demo test emulate races lint docs aot env clean
 .DEFAULT_GOAL := test
 
 demo: env
@@ -31,6 +32,9 @@ races: env
 
 lint: env
 	$(VPY) -m ruff check .
+
+docs: env
+	OMP_NUM_THREADS=1 $(VPY) -m sphinx -q -W --keep-going -b html docs build/docs
 
 aot: env $(if $(TRITON),build/triton-$(TRITON))
 	PYTHONPATH=$(if $(TRITON),build/triton-$(TRITON):). $(VPY) tests/aot.py

@@ -1,27 +1,97 @@
-"""The README's Python runs as it stands, from top to bottom."""
+"""README and docs: their Python runs as it stands, and what they say of operators and floors is so."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from pathlib import Path
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+import pytest
+
+from bench import kv
+from mor_kernels import ops
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```", re.S | re.M)
+FUNCTIONS = [name for name in ops.__all__ if not isinstance(getattr(ops, name), type)]
 
 
-def test_examples_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) >= 5
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert namespace["x"].grad is not None and len(namespace["done"][0].tokens) == 5
+def blocks(path: Path) -> list[str]:
+    """The Python of a page, but for what says in a comment why it isn't run; elsewhere lines stay empty, so that an
+    error has the page's line."""
+    text = path.read_text(encoding="utf-8")
+    found = [match for match in BLOCK.finditer(text) if not match[1]]
+    return ["\n" * text.count("\n", 0, match.start(2)) + match[2] for match in found]
+
+
+PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if blocks(path)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    """From top to bottom, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": page.stem}
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), namespace)
+    if page.name == "README.md":
+        assert namespace["x"].grad is not None and len(namespace["done"][0].tokens) == 5
 
 
 def test_every_operator_is_shown():
-    from mor_kernels import ops
-
     shown = set(re.findall(r"\bops\.(\w+)\(", README)) | {"kv_append"}
     assert {"route", "scatter_back", "attention", "attention_varlen", "gather", "pack_depths", "kv_lookup"} <= shown
     assert {"paged_attention", "attention_schedule", "take_pages_", "commit_pages_", "free_pages_"} <= shown
     assert {"depth_step_", "sample", "decode_linear", "decode_qkv_", "advance_"} <= shown
     assert shown <= set(ops.__all__)
+
+
+def test_the_reference_has_every_operator_once():
+    page = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\.\. auto(?:function|class):: (\w+)", page)) == sorted(ops.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_tell_arguments_and_errors(name):
+    function = getattr(ops, name)
+    description, _, errors = inspect.getdoc(function).partition("Raises:\n")
+    parameters = set(inspect.signature(function).parameters)
+    assert set(re.findall(r"^    (\w+): ", description, re.M)) == parameters
+    source, module = inspect.getsource(function), inspect.getmodule(function)
+    for name, helper in inspect.getmembers(module, inspect.isfunction):
+        if helper.__module__ == module.__name__ and helper is not function and f"{name}(" in source:
+            source += inspect.getsource(helper)
+    refuses = "raise RuntimeError" in source  # what needs a gradient
+    raised = {"ValueError"} | ({"RuntimeError"} if refuses or "backend" in parameters else set())
+    assert set(re.findall(r"^    (\w+): ", errors, re.M)) == raised
+    assert ("gradients are on" in errors) == refuses
+
+
+def sizes(case: str) -> dict[str, int]:
+    """The sizes in a case's name; benchmarks of keys and values have heads of their own."""
+    case = re.sub(r"H(\d+)/(\d+)", r"H\1 G\2", case)
+    case = re.sub(r"(\d+) tokens", r"tokens\1", case).replace("mean ", "mean")
+    found = {name: int(number) for name, number in re.findall(r"([A-Za-z]+)(\d+)", case)}
+    return {"H": kv.HEADS, "G": kv.GROUPS, "d": kv.WIDTH} | found
+
+
+def test_floors_are_what_the_benchmarks_count():
+    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- floors -->\n(.*?)<!-- /floors -->", text, re.S)[1]
+    lines = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    formulas = {op: {"bytes": moved, "flops": flops} for op, moved, flops in lines}
+    met = set()
+    for path in (ROOT / "bench" / "results").glob("*.json"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["benchmark"] in ("routing", "kv", "layer", "attn_flops"):
+            for row in (row for row in result["rows"] if row["op"] in formulas):
+                met.add(row["op"])
+                for kind, formula in formulas[row["op"]].items():
+                    if formula or kind in row:
+                        # ragged rows are whole numbers, which make up their mean but for a token or two
+                        slack = 1e-3 if "mean" in row["case"] else 0
+                        wanted = pytest.approx(row[kind], rel=slack, abs=0)
+                        assert eval(formula, sizes(row["case"])) == wanted, (row["op"], row["case"], kind)
+    assert met == formulas.keys()

@@ -99,14 +99,13 @@ def scatter_back(
     "none"    g * f
     ========= =====================
 
-    computed in fp32 and rounded once. Batched: x (B, N, D), update (B, k, D), indices and gates (B, k). Packed:
-    x (M, D), update (n, D), indices and gates (n,). Deterministic, since no index occurs twice.
+    computed in fp32 and rounded once. The stream is batched or packed. Deterministic, since no index occurs twice.
 
     Args:
-        x: the stream; bf16, fp16, fp32 or fp64; any strides.
-        update: the block's output at the kept tokens; may have another floating dtype than x.
-        indices: int64, in any order, each row at most once; -1 for none.
-        gates: fp32 or fp64; default 1.
+        x: (B, N, D) or (M, D), the stream; bf16, fp16, fp32 or fp64; any strides.
+        update: (B, k, D) or (n, D), the block's output at the kept tokens; may have another floating dtype than x.
+        indices: (B, k) or (n,) int64, in any order, each row at most once; -1 for none.
+        gates: (B, k) or (n,), fp32 or fp64; default 1.
         residual: which of the above.
         backend: see :func:`route`.
 
@@ -133,7 +132,13 @@ def scatter_back_(
 ) -> torch.Tensor:
     """As :func:`scatter_back`, bit for bit, but into the given x, of which only the kept rows are touched; no gradient.
 
-    ``update`` shares no memory with x, and no two rows of x do.
+    Args:
+        x: (B, N, D) or (M, D), as there; no two rows of it share memory.
+        update: (B, k, D) or (n, D), as there; shares no memory with x.
+        indices: (B, k) or (n,) int64, as there.
+        gates: (B, k) or (n,), as there.
+        residual: as there.
+        backend: see :func:`route`.
 
     Returns:
         x itself.

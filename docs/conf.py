@@ -1,0 +1,104 @@
+"""Settings of Sphinx, for ``make docs``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import mor_kernels  # noqa: E402
+from bench import report  # noqa: E402
+from bench.harness import RESULTS, title  # noqa: E402
+from mor_kernels.ops._measured import CHOICES  # noqa: E402
+
+project = "mor-kernels"
+release = mor_kernels.__version__
+html_title = f"mor-kernels {release}"
+html_theme = "furo"
+extensions = ["sphinx.ext.autodoc", "myst_parser"]
+myst_heading_anchors = 3
+
+smartquotes = False  # what is quoted in docstrings is typed
+default_role = "code"  # `name` in a docstring is code, as in Markdown
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 90
+
+# A reference to a name of ours that leads nowhere is an error. Those of other packages aren't looked up, which would
+# take the network.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!mor_kernels\b).*")]
+
+README_PAGE = "overview"
+STAND_IN = re.compile(r"\[(\w+\.md)\]\(\.\./\1\)\s*")
+RELATIVE = re.compile(r"(?<=\]\()(?!https?:|#)")
+
+
+def rebase(app, docname: str, source: list[str]) -> None:
+    """A page that is nothing but a link to a file of the root becomes that file; links to README lead to its page."""
+    if found := STAND_IN.fullmatch(source[0]):
+        text = (ROOT / found[1]).read_text(encoding="utf-8")
+        source[0] = RELATIVE.sub("../", text).replace("](../docs/", "](")
+    source[0] = source[0].replace("](../README.md", f"]({README_PAGE}.md")
+
+
+def sections(app, what: str, name: str, obj, options, lines: list[str]) -> None:
+    """Args, Returns and Raises. What comes before a colon is no type, neither in "Returns:" nor of an attribute, where
+    Napoleon can't be told."""
+    if what != "attribute":
+        lines[:] = GoogleDocstring(lines, Config(napoleon_use_rtype=False), app, what, name, obj, options).lines()
+
+
+class Measured(SphinxDirective):
+    """Of a benchmark's newest results, those of the operators named: our fastest kernel beside the floor."""
+
+    required_arguments = 1
+    option_spec = {"ops": directives.unchanged_required}
+
+    def run(self) -> list[nodes.Node]:
+        wanted = re.split(r",\s*", self.options["ops"])
+        found = report.results(self.arguments[0], RESULTS)
+        path = max(found, key=lambda path: found[path]["environment"]["date"])
+        self.env.note_dependency(str(path))
+        lines = []
+        for op, case, rows, _ in report._groups(found[path]):
+            done = [row for row in rows if row["ours"] and row["impl"] != "default" and not row["failed"]]
+            if op in wanted and done:
+                own = min(done, key=lambda row: row["ms"])
+                times = f"{own['ms'] / own['floor_ms']:.2f}"
+                lines.append((op, case, own["impl"], f"{own['ms']:.3g}", f"{own['floor_ms']:.3g}", times))
+        if missing := set(wanted) - {op for op, *_ in lines}:
+            raise self.error(f"{path.name} has nothing of ours for {', '.join(sorted(missing))}")
+        table = report.markdown(("operator", "case", "kernel", "ms", "floor, ms", "x floor"), lines)
+        return parsed(self, [f"{title(found[path])}:", "", *table])
+
+
+class Choices(SphinxDirective):
+    """Which of Triton's and the CUDA kernels serve an operator, and what was measured."""
+
+    def run(self) -> list[nodes.Node]:
+        lines = [(f"`{op}`", choice.reason) for op, choice in CHOICES.items()]
+        return parsed(self, report.markdown(("operator", "measured"), lines))
+
+
+def parsed(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
+    node = nodes.container()
+    directive.state.nested_parse(StringList(lines, directive.env.docname), 0, node)
+    return node.children
+
+
+def setup(app) -> None:
+    app.connect("source-read", rebase)
+    app.connect("autodoc-process-docstring", sections)
+    app.add_directive("measured", Measured)
+    app.add_directive("choices", Choices)
