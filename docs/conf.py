@@ -24,10 +24,12 @@ project = "mor-kernels"
 release = mor_kernels.__version__
 html_title = f"mor-kernels {release}"
 html_theme = "furo"
+html_static_path, html_css_files = ["static"], ["wide.css"]
 extensions = ["sphinx.ext.autodoc", "myst_parser"]
 myst_heading_anchors = 3
 
-smartquotes = False  # what is quoted in docstrings is typed
+smartquotes_action = "De"  # dashes and dots; what is in quotes is mostly to be typed
+toc_object_entries_show_parents = "hide"
 default_role = "code"  # `name` in a docstring is code, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
