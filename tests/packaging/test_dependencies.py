@@ -22,7 +22,7 @@ GROUPS = {
 
 
 def split(requirement):
-    name, bounds = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?(.*)", requirement).groups()
+    name, bounds = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?(.*)", requirement).groups()
     return name, bounds
 
 
