@@ -423,6 +423,7 @@ def _device(name: str) -> str:
 def _load(options):
     """The model of a run's or a model's folder, in evaluation mode, and its tokenizer."""
     from .model import MoR, MoRConfig
+    from .model.authors import is_authors
     from .model.convert import is_foreign
     from .train import latest, load_tokenizer
 
@@ -436,7 +437,9 @@ def _load(options):
         raise FileNotFoundError(f"{folder}: expected config.json, model/config.json or a whole checkpoint, found none")
     beside = [weights / "tokenizer.json", *(p / "data" / "tokenizer.json" for p in (folder, weights.parent.parent))]
     tokenizer = load_tokenizer(next((path for path in beside if path.exists()), beside[0]))
-    if is_foreign(weights):
+    if is_authors(weights):
+        model = MoR.from_authors(weights)
+    elif is_foreign(weights):
         model = MoR.from_dense(weights, MoRConfig.from_llama(weights))
     else:
         model = MoR.from_pretrained(weights)

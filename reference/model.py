@@ -37,12 +37,14 @@ DEFAULTS = {
     "sharing": "middle_cycle",
     "router": "none",  # with num_recursions 1 an ordinary Llama, else every token takes every recursion, without gates
     "router_arch": "linear",
+    "router_expansion": None,  # 1 for mlp, 4 for wide_mlp
     "router_activation": None,  # sigmoid for expert_choice, softmax for token_choice
     "alpha": None,  # 0.1 for expert_choice, 1.0 for token_choice
     "router_temperature": 1.0,
+    "router_temperature_at": "logit",  # or at the state, before the router, and then not for auxiliary routers
     "rank": "logit",
     "residual": "block",  # expert_choice only
-    "gate": "exit_only",  # token_choice only
+    "gate": "exit_only",  # token_choice only, but for "none"
     "capacities": None,  # Nr/Nr, ..., 2/Nr, 1/Nr
     "cap_warmup_steps": 0,
     "kv": "recursion_wise",
@@ -54,6 +56,7 @@ DEFAULTS = {
     "balance_coeff": 0.1,
     "balance_scope": "sequence",
     "bias_update_rate": 0.001,
+    "share_norms": True,
     "lora_rank": 0,
     "recursion_encoding": False,
 }
@@ -64,7 +67,8 @@ CHOICES = {
     "router_arch": ("linear", "mlp", "wide_mlp"),
     "rank": ("logit", "score"),
     "residual": ("block", "delta"),
-    "gate": ("exit_only", "every_step"),
+    "router_temperature_at": ("logit", "state"),
+    "gate": ("exit_only", "every_step", "none"),
     "kv": ("recursion_wise", "shared", "hybrid"),
     "hybrid_base": ("first", "latest"),
     "aux": ("loss", "router", "none"),
@@ -84,6 +88,8 @@ def complete(config: dict) -> dict:
         c["router_activation"] = "sigmoid" if expert else "softmax"
     if c["alpha"] is None:
         c["alpha"] = 0.1 if expert else 1.0
+    if c["router_expansion"] is None:
+        c["router_expansion"] = 4 if c["router_arch"] == "wide_mlp" else 1
     if c["capacities"] is None:
         Nr = c["num_recursions"]
         c["capacities"] = [(Nr - r) / Nr for r in range(Nr)]
@@ -144,15 +150,21 @@ def state_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
     shapes = {"embed_tokens.weight": (V, D)}
     for i in sorted({*first, *(i for layers in recursions for i in layers), *last}):
-        shapes[f"layers.{i}.input_layernorm.weight"] = (D,)
+        if c["share_norms"] or i in (*first, *last):
+            shapes[f"layers.{i}.input_layernorm.weight"] = (D,)
+            shapes[f"layers.{i}.post_attention_layernorm.weight"] = (D,)
         shapes[f"layers.{i}.self_attn.q_proj.weight"] = (q_width, D)
         shapes[f"layers.{i}.self_attn.k_proj.weight"] = (kv_width, D)
         shapes[f"layers.{i}.self_attn.v_proj.weight"] = (kv_width, D)
         shapes[f"layers.{i}.self_attn.o_proj.weight"] = (D, q_width)
-        shapes[f"layers.{i}.post_attention_layernorm.weight"] = (D,)
         shapes[f"layers.{i}.mlp.gate_proj.weight"] = (c["intermediate_size"], D)
         shapes[f"layers.{i}.mlp.up_proj.weight"] = (c["intermediate_size"], D)
         shapes[f"layers.{i}.mlp.down_proj.weight"] = (D, c["intermediate_size"])
+    if not c["share_norms"]:
+        for r in range(Nr):
+            for slot in range(len(recursions[r])):
+                shapes[f"norms.{r}.{slot}.input_layernorm.weight"] = (D,)
+                shapes[f"norms.{r}.{slot}.post_attention_layernorm.weight"] = (D,)
     shapes["norm.weight"] = (D,)
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
@@ -166,7 +178,7 @@ def state_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         if c["router_arch"] == "linear":
             shapes[f"{name}.weight"] = (outputs, D)
         else:
-            hidden = D if c["router_arch"] == "mlp" else 4 * D
+            hidden = D * c["router_expansion"]
             shapes[f"{name}.up.weight"] = (hidden, D)
             shapes[f"{name}.down.weight"] = (outputs, hidden)
     if c["router"] == "token_choice" and c["balance"] == "loss_free":
@@ -315,7 +327,7 @@ class ReferenceMoR:
         """Each recursion has a router, which picks tokens among those that the recursion before it picked.
 
         x (n, D). A picked token's state becomes x + g f(x), or x + g (f(x) - x), with f the block and the gate
-        g = alpha * G(logit); the others' stays.
+        g = alpha * G(logit), or 1 with gate "none"; the others' stays.
         """
         c = self.config
         trace = Trace(logits=x, kept=[])
@@ -344,7 +356,8 @@ class ReferenceMoR:
 
             rows = list(x)
             for i, fx in zip(kept, self.block(r, x[kept], kept, memories), strict=True):
-                rows[i] = ops.combine(x[i], fx, gate_of[i], c["residual"])
+                gate = 1.0 if c["gate"] == "none" else gate_of[i]
+                rows[i] = ops.combine(x[i], fx, gate, c["residual"])
             x = torch.stack(rows)
             trace.candidates.append(candidates)
             trace.router_logits.append(logits)
@@ -356,7 +369,8 @@ class ReferenceMoR:
         """One router looks at each token before the first recursion and fixes how many recursions it takes.
 
         x (n, D). With x1 the state at entry, f the block and i the depth, a token leaves with x1 + g^i s, where s is
-        f applied i times (gate "exit_only"), or with x1 + s, where each application is s <- g^r f(s) ("every_step").
+        f applied i times (gate "exit_only"), or with x1 + s, where each application is s <- g^r f(s) ("every_step") or
+        just s <- f(s) ("none").
         """
         c = self.config
         Nr = len(self.recursions)
@@ -375,7 +389,7 @@ class ReferenceMoR:
             entering = torch.stack([states[i] for i in active]) if active else x[:0]
             for i, fx in zip(active, self.block(r, entering, active, memories), strict=True):
                 leaves_now = depths[i] == r + 1
-                if c["gate"] == "every_step" or leaves_now:
+                if c["gate"] == "every_step" or (c["gate"] == "exit_only" and leaves_now):
                     fx = gates[i, r] * fx
                 states[i] = x[i] + fx if leaves_now else fx
             trace.kept.append(active)
@@ -385,17 +399,27 @@ class ReferenceMoR:
         """f at recursion r, on the tokens x (m, D) at these positions: a layer for each slot, one after another."""
         for slot, i in enumerate(self.recursions[r]):
             lora = f"lora.{r}.{slot}" if self.config["lora_rank"] > 0 else None
-            x = self.layer(i, x, positions, memories[slot], r, lora)
+            norms = f"layers.{i}" if self.config["share_norms"] else f"norms.{r}.{slot}"
+            x = self.layer(i, x, positions, memories[slot], r, lora, norms)
         if self.config["recursion_encoding"]:
             x = x * self.weights["recursion_encoding"][r]
         return x
 
     def layer(
-        self, i: int, x: Tensor, positions: list[int], memory: Memory, r: int = 0, lora: str | None = None
+        self,
+        i: int,
+        x: Tensor,
+        positions: list[int],
+        memory: Memory,
+        r: int = 0,
+        lora: str | None = None,
+        norms: str | None = None,
     ) -> Tensor:
-        """A Llama layer with the weights of number i, on the tokens x (m, D) at these positions."""
-        x = x + self.self_attention(i, self.rms_norm(f"layers.{i}.input_layernorm", x), positions, memory, r, lora)
-        y = self.rms_norm(f"layers.{i}.post_attention_layernorm", x)
+        """A Llama layer with the weights of number i, on the tokens x (m, D) at these positions. norms names another
+        place to find its two norms."""
+        norms = norms or f"layers.{i}"
+        x = x + self.self_attention(i, self.rms_norm(f"{norms}.input_layernorm", x), positions, memory, r, lora)
+        y = self.rms_norm(f"{norms}.post_attention_layernorm", x)
         mlp = f"layers.{i}.mlp"
         hidden = F.silu(self.linear(f"{mlp}.gate_proj", y)) * self.linear(f"{mlp}.up_proj", y)
         return x + self.linear(f"{mlp}.down_proj", hidden)
@@ -433,11 +457,13 @@ class ReferenceMoR:
 
     def router(self, name: str, x: Tensor) -> Tensor:
         """Logits (m, outputs) of the states x (m, D): linear, or two layers with GELU between them; no biases."""
+        if self.config["router_temperature_at"] == "state" and name.startswith("routers."):
+            x = x / self.config["router_temperature"]
         if self.config["router_arch"] == "linear":
             out = self.linear(name, x)
         else:
             out = self.linear(f"{name}.down", F.gelu(self.linear(f"{name}.up", x)))
-        return out / self.config["router_temperature"]
+        return out if self.config["router_temperature_at"] == "state" else out / self.config["router_temperature"]
 
     def routing_losses(self, traces: list[Trace], mode: str) -> dict[str, Tensor]:
         """The losses that train the routers. At inference, expert-choice makes no top-k choice to learn from."""

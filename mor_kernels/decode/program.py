@@ -98,7 +98,7 @@ class Program:
             self.tokens.gates = new(max_sequences + 1, recursions, dtype=score)
         # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
         self.routers = self.aux_routers = None
-        if self.config.router == "expert_choice" and self.config.router_arch == "linear":
+        if self.config.router == "expert_choice" and self.config.router_arch == "linear" and self.config.gate != "none":
             self.tokens.logits = new(max_sequences, dtype=score)
             self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
             self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
@@ -345,7 +345,7 @@ class Program:
         goes_on = (recursion >= 0) & (recursion + 1 < (config.num_recursions if tokens.last is None else tokens.last))
         recursion = recursion.clamp(min=0)
         if config.router == "expert_choice":
-            gates = self._at_recursions(model.expert_gates, recursion, tokens.x)
+            gates = None if config.gate == "none" else self._at_recursions(model.expert_gates, recursion, tokens.x)
             new = ops.scatter_back(tokens.x, update, everyone, gates, residual=config.residual)
             tokens.x.copy_(torch.where(passes, new, tokens.x))
             following = (recursion + 1).clamp(max=config.num_recursions - 1)
@@ -353,9 +353,10 @@ class Program:
             goes_on &= wanted if tokens.replayed is None else tokens.replayed | wanted
         elif config.router == "token_choice":
             gates = tokens.gates.gather(1, recursion[:, None]).squeeze(1)
-            every_step = config.gate == "every_step"
-            state = ops.scatter_back(tokens.x, update, everyone, gates if every_step else None, residual="none")
-            left = ops.scatter_back(tokens.entry, state, everyone, None if every_step else gates)
+            state = ops.scatter_back(
+                tokens.x, update, everyone, gates if config.gate == "every_step" else None, residual="none"
+            )
+            left = ops.scatter_back(tokens.entry, state, everyone, gates if config.gate == "exit_only" else None)
             tokens.x.copy_(torch.where(passes, torch.where(goes_on[:, None], state, left), tokens.x))
         else:
             tokens.x.copy_(torch.where(passes, update, tokens.x))

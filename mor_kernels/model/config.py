@@ -17,7 +17,8 @@ CHOICES = {
     "router_arch": ("linear", "mlp", "wide_mlp"),
     "rank": ("logit", "score"),
     "residual": ("block", "delta"),
-    "gate": ("exit_only", "every_step"),
+    "router_temperature_at": ("logit", "state"),
+    "gate": ("exit_only", "every_step", "none"),
     "kv": ("recursion_wise", "shared", "hybrid"),
     "hybrid_base": ("first", "latest"),
     "aux": ("loss", "router", "none"),
@@ -88,10 +89,13 @@ class MoRConfig:
     hybrid_base: str = "first"  #: hybrid: inactive positions keep the first, or the latest, recursion's keys/values
 
     router: str = "none"  #: none, expert_choice, token_choice
-    router_arch: str = "linear"  #: linear, mlp (two layers, GELU), wide_mlp (the inner one four times as wide)
+    router_arch: str = "linear"  #: linear, mlp (two layers, GELU), wide_mlp
+    router_expansion: int | None = None  #: inner width of such a router over hidden_size; 1 for mlp, 4 for wide_mlp
     router_activation: str | None = None  #: expert-choice: sigmoid, tanh, none; token-choice: softmax, sigmoid
     alpha: float | None = None  #: scale of the gate; 0.1 for expert-choice, 1 for token-choice
     router_temperature: float = 1.0  #: divides the routers' logits
+    #: logit; or state: it divides the state before the router, and leaves that of an auxiliary router as it is
+    router_temperature_at: str = "logit"
     z_coeff: float = 0.0  #: of the router z-loss
 
     # expert-choice
@@ -103,13 +107,16 @@ class MoRConfig:
     aux_coeff: float = 0.001
 
     # token-choice
-    gate: str = "exit_only"  #: exit_only as in the authors' code, every_step as in the paper's equation 2
+    #: exit_only as in the authors' code, every_step as in the paper's equation 2; none, which expert-choice can have
+    #: as well: updates are added as they are
+    gate: str = "exit_only"
     balance: str = "loss"  #: loss, loss_free (a bias on the choice alone), none
     balance_coeff: float = 0.1
     balance_scope: str = "sequence"  #: sequence, batch, see :func:`mor_kernels.ops.balance_loss`
     bias_update_rate: float = 0.001  #: of loss_free
 
     # relaxations of sharing
+    share_norms: bool = True  #: False: norms of its own for each layer of the unrolled block
     lora_rank: int = 0  #: per-recursion LoRA on query and value projections
     recursion_encoding: bool = False  #: a learned vector multiplies the output of each recursion
 
@@ -122,7 +129,7 @@ class MoRConfig:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if kind == "bool" and not isinstance(value, bool):
                 _fail(field.name, "True or False", repr(value))
-            if kind == "int":
+            if kind == "int" and not (value is None and "None" in field.type):
                 least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
                 if not whole or value < least:
                     _fail(field.name, f"an integer of at least {least}", repr(value))
@@ -145,6 +152,8 @@ class MoRConfig:
             object.__setattr__(self, "router_activation", ACTIVATIONS[self.router][0])
         if self.router_activation not in ACTIVATIONS[self.router]:
             _fail("router_activation", f"one of {ACTIVATIONS[self.router]} for {self.router}", self.router_activation)
+        if self.router_expansion is None and self.router_arch != "linear":
+            object.__setattr__(self, "router_expansion", 1 if self.router_arch == "mlp" else 4)
         if self.alpha is None:
             object.__setattr__(self, "alpha", 0.1 if expert else 1.0)
         capacities = self.capacities
@@ -364,7 +373,7 @@ class MoRConfig:
     def _router_size(self, outputs: int) -> int:
         if self.router_arch == "linear":
             return self.hidden_size * outputs
-        hidden = self.hidden_size * (1 if self.router_arch == "mlp" else 4)
+        hidden = self.hidden_size * self.router_expansion
         return hidden * (self.hidden_size + outputs)
 
 

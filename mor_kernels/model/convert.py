@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
@@ -21,9 +22,14 @@ def read_dense(dense) -> dict[str, torch.Tensor]:
     """The state dict of a Hugging Face Llama checkpoint, by our names (no ``model.`` in front)."""
     if not isinstance(dense, dict):
         files = sorted(glob.glob(os.path.join(dense, "*.safetensors")))
+        load = load_file
         if not files:
-            raise FileNotFoundError(f"{dense}: expected a folder with *.safetensors files, found none")
-        dense = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            files = sorted(glob.glob(os.path.join(dense, "pytorch_model*.bin")))
+            load = functools.partial(torch.load, map_location="cpu", weights_only=True)
+        if not files:
+            kinds = "*.safetensors files or pytorch_model.bin"
+            raise FileNotFoundError(f"{dense}: expected a folder with {kinds}, found none")
+        dense = {name: tensor for file in files for name, tensor in load(file).items()}
     return {name.removeprefix("model."): tensor for name, tensor in dense.items() if "rotary_emb" not in name}
 
 
@@ -115,9 +121,9 @@ def dense_to_recursive(
     if own:
         origin |= {0: [0], config.num_unique_layers - 1: [depth - 1]}
 
-    known = {
-        f"layers.{i}.{name.split('.', 2)[2]}" for i in range(depth) for name in fresh if name.startswith("layers.")
-    }
+    parts = {name.split(".", 2)[2] for name in fresh if name.startswith("layers.")}
+    parts |= {name.split(".", 3)[3] for name in fresh if name.startswith("norms.")}
+    known = {f"layers.{i}.{part}" for i in range(depth) for part in parts}
     known |= {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
     tied = "lm_head.weight" in dense and "lm_head.weight" not in fresh
     if tied and not torch.equal(dense["lm_head.weight"], dense["embed_tokens.weight"]):
@@ -132,6 +138,10 @@ def dense_to_recursive(
         if name.startswith("layers."):
             _, layer, rest = name.split(".", 2)
             names = [f"layers.{i}.{rest}" for i in origin.get(int(layer), [])]
+        elif name.startswith("norms."):  # each starts as the shared layer's would
+            _, recursion, slot, rest = name.split(".", 3)
+            layer = config.recursion_layers[int(recursion)][int(slot)]
+            names = [f"layers.{i}.{rest}" for i in origin.get(layer, [])]
         elif name == "lm_head.weight":  # a tied dense checkpoint has the embedding only
             names = [name if name in dense else "embed_tokens.weight"]
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,38 @@ Adapter = Callable[[str, torch.Tensor], torch.Tensor]
 NORMS_INSIDE = 32  # tokens up to which a norm inside of a product takes less time than one that is handed on
 
 
+class Norms(nn.Module):
+    """A layer's two norms, for layers that recursions share without them."""
+
+    def __init__(self, config: MoRConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class TokenNorm(NamedTuple):
+    """A norm with gains of each token's own."""
+
+    weight: torch.Tensor  # (n, D)
+    eps: float
+
+    def __call__(self, x):
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
+class TokenNorms(NamedTuple):
+    input_layernorm: TokenNorm
+    post_attention_layernorm: TokenNorm
+
+
+def norm_linear(norm: nn.RMSNorm | TokenNorm, x, weight, add):
+    """(n, D), and (n, D) to add or None -> their sum, and the product of its norm."""
+    if not isinstance(norm, TokenNorm):
+        return ops.rms_norm_linear(x, norm.weight, weight, norm.eps, add=add)
+    x = x if add is None else x + add
+    return x, F.linear(norm(x), weight)
+
+
 class Attention(nn.Module):
     def __init__(self, config: MoRConfig):
         super().__init__()
@@ -33,12 +66,12 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.groups) * d, bias=False)
         self.o_proj = nn.Linear(self.heads * d, width, bias=False)
 
-    def project(self, norm: nn.RMSNorm, x, add, adapter: Adapter | None, keys: bool):
+    def project(self, norm: nn.RMSNorm | TokenNorm, x, add, adapter: Adapter | None, keys: bool):
         """(n, D), and (n, D) to add or None -> their sum, and of its norm (n, (H + 2G) d), or (n, H d) without keys."""
         q_width, k_width = self.heads * self.head_dim, self.groups * self.head_dim
         weight = self.qkv_proj.weight if keys else self.qkv_proj.weight[:q_width]
         if adapter is None:
-            return ops.rms_norm_linear(x, norm.weight, weight, norm.eps, add=add)
+            return norm_linear(norm, x, weight, add)
         x = x if add is None else x + add
         h = norm(x)
         q = adapter("q", h)
@@ -60,29 +93,33 @@ class Layer(nn.Module):
     kernel with it.
     """
 
-    def __init__(self, config: MoRConfig):
+    def __init__(self, config: MoRConfig, norms: bool = True):
+        """norms=False: it has none, and is given those of a recursion."""
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if norms:
+            self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if norms:
+            self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
         self.theta = config.rope_theta
 
-    def forward(self, x, add, positions, attend: Attend, adapter: Adapter | None = None):
+    def forward(self, x, add, positions, attend: Attend, adapter: Adapter | None = None,
+                norms: Norms | TokenNorms | None = None):  # fmt: skip
+        norms = self if norms is None else norms
         view = torch.ops.aten._unsafe_view  # no views for autograd: FSDP2 warns of hooks on them
         lead, d = x.shape[:-1], self.self_attn.head_dim
         x, add = (None if t is None else view(t.contiguous(), (lead.numel(), t.shape[-1])) for t in (x, add))
 
         def project(keys=True):
             nonlocal x
-            x, y = self.self_attn.project(self.input_layernorm, x, add, adapter, keys)
+            x, y = self.self_attn.project(norms.input_layernorm, x, add, adapter, keys)
             return view(y, (*lead, y.shape[-1] // d, d))
 
         attended = attend(project, self.self_attn.heads, positions, self.theta)
         attended = self.self_attn.o_proj(view(attended, (len(x), attended.shape[-2:].numel())))
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        x, gate_up = ops.rms_norm_linear(x, norm.weight, mlp.gate_up_proj.weight, norm.eps, add=attended)
-        add = ops.swiglu_linear(gate_up, mlp.down_proj.weight)
+        x, gate_up = norm_linear(norms.post_attention_layernorm, x, self.mlp.gate_up_proj.weight, attended)
+        add = ops.swiglu_linear(gate_up, self.mlp.down_proj.weight)
         return view(x, (*lead, x.shape[-1])), view(add, (*lead, x.shape[-1]))
 
     def serve(self, x, normed, positions, attend, next_norm):
@@ -111,24 +148,28 @@ class Layer(nn.Module):
 class Router(nn.Module):
     """Linear, or two layers with GELU (paper, appendix "Details of Design Configurations"); no biases."""
 
-    def __init__(self, config: MoRConfig, out: int):
+    def __init__(self, config: MoRConfig, out: int, auxiliary: bool = False):
         super().__init__()
-        self.temperature = config.router_temperature
         self.linear = config.router_arch == "linear"
+        at_state = config.router_temperature_at == "state"
+        self.temperature = 1.0 if auxiliary and at_state else config.router_temperature
+        self.divides_state = at_state and not self.linear  # of a linear router that is the same
         width = config.hidden_size
         if self.linear:
             self.weight = nn.Parameter(torch.empty(out, width))
         else:
-            hidden = width if config.router_arch == "mlp" else 4 * width
+            hidden = width * config.router_expansion
             self.up = nn.Linear(width, hidden, bias=False)
             self.down = nn.Linear(hidden, out, bias=False)
 
     def forward(self, x):
         """(..., D) -> fp32 logits (..., out), divided by the temperature; fp64 for fp64 x."""
+        x = x / self.temperature if self.divides_state else x
         x, weight = (x, self.weight) if self.linear else (F.gelu(self.up(x)), self.down.weight)
         dtype = wide(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), weight.to(dtype)) / self.temperature
+            logits = F.linear(x.to(dtype), weight.to(dtype))
+        return logits if self.divides_state else logits / self.temperature
 
 
 class LoRA(nn.Module):
@@ -154,3 +195,13 @@ def mixed_adapter(adapters: list[LoRA], recursion: torch.Tensor) -> Adapter:
         return torch.einsum("nor,nri,ni->no", b, a, x)
 
     return add
+
+
+def mixed_norms(norms: list[Norms], recursion: torch.Tensor) -> TokenNorms:
+    """Norms for tokens (n, D) that are at different recursions (n,)."""
+
+    def each(name):
+        of = [getattr(m, name) for m in norms]
+        return TokenNorm(torch.stack([norm.weight for norm in of])[recursion], of[0].eps)
+
+    return TokenNorms(each("input_layernorm"), each("post_attention_layernorm"))

@@ -19,11 +19,12 @@ from .. import ops
 from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
+from .authors import authors_config, authors_to_state
 from .config import MoRConfig
 from .convert import dense_to_recursive, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
-from .layers import Layer, LoRA, Router, mixed_adapter
+from .layers import Layer, LoRA, Norms, Router, mixed_adapter, mixed_norms
 
 
 class MoROutput(NamedTuple):
@@ -51,7 +52,10 @@ class MoR(nn.Module):
         # routers' choices stay, since no router is in a layer.
         self.activation_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_unique_layers))
+        ends = (0, config.num_unique_layers - 1) if config.has_own_ends else ()
+        self.layers = nn.ModuleList(
+            Layer(config, norms=config.share_norms or i in ends) for i in range(config.num_unique_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -61,12 +65,15 @@ class MoR(nn.Module):
         if token:
             self.routers.append(Router(config, recursions))
         aux = expert and config.aux == "router"
-        self.aux_routers = nn.ModuleList(Router(config, 1) for _ in range(recursions * aux))
+        self.aux_routers = nn.ModuleList(Router(config, 1, auxiliary=True) for _ in range(recursions * aux))
         loss_free = token and config.balance == "loss_free"
         self.register_buffer("router_bias", torch.zeros(recursions) if loss_free else None)
         slots = len(config.recursion_layers[0])
         self.lora = nn.ModuleList(
             nn.ModuleList(LoRA(config) for _ in range(slots)) for _ in range(recursions * (config.lora_rank > 0))
+        )
+        self.norms = nn.ModuleList(
+            nn.ModuleList(Norms(config) for _ in range(slots)) for _ in range(recursions * (not config.share_norms))
         )
         self.recursion_encoding = None
         if config.recursion_encoding:
@@ -103,21 +110,27 @@ class MoR(nn.Module):
         """
         mixed, add = isinstance(recursion, torch.Tensor), None
         for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
-            adapter = None
+            adapter = norms = None
+            if len(self.norms):
+                norms = (
+                    mixed_norms([each[slot] for each in self.norms], recursion)
+                    if mixed
+                    else self.norms[recursion][slot]
+                )
             if len(self.lora):
                 adapter = (
                     mixed_adapter([adapters[slot] for adapters in self.lora], recursion)
                     if mixed
                     else self.lora[recursion][slot]
                 )
-            x, add = self._layer(index, x, add, positions, functools.partial(attend, slot), adapter)
+            x, add = self._layer(index, x, add, positions, functools.partial(attend, slot), adapter, norms)
         x = x + add
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
     def serve(self, x, recursion, positions, plan):
-        """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters,
-        plan.serve, see Layer.serve in layers.py."""
-        if len(self.lora) or not is_fused(x):
+        """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters or
+        norms of their own, plan.serve, see Layer.serve in layers.py."""
+        if len(self.lora) or len(self.norms) or not is_fused(x):
             return self.block(x, recursion, positions, plan.attend)
         layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
         norms = [self.layers[index].input_layernorm for index in layers[1:]] + [None]
@@ -357,7 +370,8 @@ class MoR(nn.Module):
                 z.append(ops.z_loss(routed.logits, valid=candidates >= 0))
 
             depths.scatter_(1, torch.where(routed.indices >= 0, routed.indices, length), r + 1)
-            x = ops.scatter_back(x, update, routed.indices, routed.gates, residual=config.residual)
+            gates = None if config.gate == "none" else routed.gates
+            x = ops.scatter_back(x, update, routed.indices, gates, residual=config.residual)
             if r:
                 chosen = depths.gather(1, candidates.clamp(min=0)) == r + 1
                 accuracies.append(ops.sampling_accuracy(deciding.detach() > 0, chosen, candidates >= 0))
@@ -398,7 +412,7 @@ class MoR(nn.Module):
                 places=torch.where(indices >= 0, places[where], -1),
             )  # fmt: skip
             update = self.block(rows, r, where % length, key_values.attend)
-            gates = self.expert_gates(r, rows)
+            gates = None if config.gate == "none" else self.expert_gates(r, rows)
             x = scatter_back(x, update, indices, gates, residual=config.residual)
         return x.view(shape), (depths, {}, {})
 
@@ -585,4 +599,24 @@ class MoR(nn.Module):
         source = "dense" if isinstance(dense, dict) else os.fspath(dense)
         state = dense_to_recursive(read_dense(dense), config, init, separate(model.state_dict(), config), source)
         model.load_checked(state, source)
+        return model
+
+    @classmethod
+    def from_authors(cls, source, config: MoRConfig | None = None) -> MoR:
+        """A model trained by the code that the paper's authors published, in the dtype that it was saved in.
+
+        In evaluation their code still keeps the k best of the whole sequence, which ``mode="topk"`` does here.
+
+        Args:
+            source: folder of a checkpoint (``*.safetensors`` or ``pytorch_model.bin``), or its state dict.
+            config: see :func:`.authors.authors_config`, which reads it from the folder by default.
+
+        Raises:
+            FileNotFoundError, ValueError: something is missing, unknown or of another model, or copies of a shared
+                tensor differ; the message names it.
+        """
+        model = cls(authors_config(source) if config is None else config)
+        state = authors_to_state(source, model.config, separate(model.state_dict(), model.config))
+        model.to(state["embed_tokens.weight"].dtype)
+        model.load_checked(state, "state dict" if isinstance(source, dict) else os.fspath(source))
         return model

@@ -143,6 +143,21 @@ def test_two_recursions_are_the_reference_with_the_layers_of_each_init(tmp_path,
     torch.testing.assert_close(model(ids).logits.double(), want, rtol=0, atol=1e-4)  # fp32 over 6 layers
 
 
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_norms_of_each_recursion_start_as_shared_ones_would(tmp_path, sharing):
+    write(tmp_path)
+    ids = torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0))
+    fields = {"num_recursions": 2, "router": "expert_choice", "sharing": sharing}
+    for init in ("average", "upper"):
+        shared, own = (
+            MoR.from_dense(tmp_path, MoRConfig.from_llama(tmp_path, **fields, share_norms=share), init).eval()
+            for share in (True, False)
+        )
+        for name, router in own.routers.named_parameters():  # drawn
+            router.data.copy_(shared.routers.get_parameter(name))
+        assert torch.equal(own(ids).logits, shared(ids).logits)
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_logits_are_those_of_transformers(tmp_path, tie):
     transformers = pytest.importorskip("transformers")

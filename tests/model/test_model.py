@@ -22,6 +22,7 @@ TINY = {
 }
 EXPERT = {"router": "expert_choice", "num_recursions": 3, "num_hidden_layers": 8, "z_coeff": 0.01, "aux_coeff": 0.1}
 TOKEN = {"router": "token_choice", "num_recursions": 3, "num_hidden_layers": 8, "z_coeff": 0.01}
+AT_STATE = {"router_temperature": 2.0, "router_temperature_at": "state"}
 KV = [{"kv": "recursion_wise"}, {"kv": "shared"}, {"kv": "hybrid"}, {"kv": "hybrid", "hybrid_base": "latest"}]
 
 
@@ -48,6 +49,8 @@ def variants():
         {"capacities": (1.0, 0.9, 0.3)},
         {"rank": "score"},
         {"lora_rank": 2, "recursion_encoding": True},
+        {"gate": "none", "router_arch": "mlp", "router_expansion": 3, **AT_STATE},
+        {"aux": "router", **AT_STATE, "share_norms": False},
         {"lora_rank": 2, "kv": "shared", "sharing": "sequence", "num_hidden_layers": 6},
     ):
         yield {**EXPERT, **change}
@@ -58,6 +61,7 @@ def variants():
         {"balance": "loss_free"},
         {"balance": "none"},
         {"balance_scope": "batch"},
+        {"gate": "none", "share_norms": False, "sharing": "sequence", "num_hidden_layers": 6},
         {"lora_rank": 2, "recursion_encoding": True, "kv": "hybrid"},
     ):
         yield {**TOKEN, **change}

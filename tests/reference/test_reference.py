@@ -474,6 +474,8 @@ def test_token_choice_by_hand():
     result = final_state(identity_model(TOKEN, router, gate="every_step", alpha=0.5), [[0, 1]])
     close(result.logits[0, 0, 0], f64(1 + 0.5 * p[0] * 0.5 * p[1]))
     close(result.logits[0, 1, 0], f64(-1 - 0.5 * q))
+    result = final_state(identity_model(TOKEN, router, gate="none"), [[0, 1]])
+    close(result.logits[0, :, 0], f64([2, -2]))  # whatever the router's probabilities
 
 
 def test_router_bias_moves_depths_and_not_gates():
@@ -494,6 +496,11 @@ def test_routers_of_two_layers_by_hand():
         return z * 0.5 * (1 + math.erf(z / math.sqrt(2)))
 
     close(reference.router("routers.0", f64([[0.5]])), f64([[(gelu(0.5) + 3 * gelu(-1.0)) / 2]]))
+    reference.config["router_temperature_at"] = "state"
+    close(reference.router("routers.0", f64([[0.5]])), f64([[gelu(0.25) + 3 * gelu(-0.5)]]))
+    reference.weights |= {"aux_routers.0.up.weight": f64([[1.0]]), "aux_routers.0.down.weight": f64([[1.0]])}
+    close(reference.router("aux_routers.0", f64([[0.5]])), f64([[gelu(0.5)]]))
+    assert make(EXPERT, router_arch="mlp", router_expansion=3).weights["routers.0.up.weight"].shape == (24, 8)
 
 
 def test_recursion_encoding_multiplies_each_output():
