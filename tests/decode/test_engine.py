@@ -20,7 +20,7 @@ GRID = [
     {"num_recursions": 3, "sharing": "sequence", "kv": "hybrid"},
     {"num_recursions": 1, **EXPERT},
     {"num_recursions": 2, "num_hidden_layers": 2, "sharing": "cycle", **EXPERT},
-    {**EXPERT, "residual": "delta", "router_activation": "tanh", "alpha": 1.0, "temperature": 0.5},
+    {**EXPERT, "residual": "delta", "router_activation": "tanh", "alpha": 1.0, "router_temperature": 0.5},
     {**EXPERT, "aux": "router", "router_arch": "mlp", "kv": "shared"},
     {**EXPERT, "router_arch": "wide_mlp", "lora_rank": 2, "recursion_encoding": True},
     {**EXPERT, "lora_rank": 2, "recursion_encoding": True, "sharing": "sequence", "kv": "hybrid"},
