@@ -1,4 +1,4 @@
-"""The command ``mor-kernels``: doctor, train, eval, generate, depth."""
+"""The command ``mor-kernels``: doctor, train, eval, generate, depth, serve."""
 
 from __future__ import annotations
 
@@ -137,6 +137,26 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--file", type=Path, help="a file with the text")
     depth.add_argument("--html", type=Path, help="also write a page of HTML")
     depth.set_defaults(run=_depth)
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve completions to clients of OpenAI's API",
+        description="Serve /v1/completions until SIGTERM or Ctrl-C; docs/server.md describes it.",
+    )
+    _model_arguments(serve)
+    add = serve.add_argument
+    add("--name", help="what clients call the model (default: the folder's name)")
+    add("--host", default="127.0.0.1", help="address to listen at; others than loopback open the server to all")
+    add("--port", type=int, default=8000, help="0 takes any that is free, and tells which")
+    add("--api-key", default=os.environ.get("MOR_API_KEY") or None, metavar="KEY", help="clients must send it "
+        "(default: the environment variable MOR_API_KEY, which other users of the machine don't see)")  # fmt: skip
+    add("--max-sequences", type=int, default=32, help="requests that run at once")
+    add("--max-waiting", type=int, default=1024, help="requests that may wait; others are refused")
+    add("--cache-bytes", type=int, help="size of the cache (default: enough for all sequences at full length)")
+    add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
+        help="auto: bfloat16 on CUDA, else that of the weights")  # fmt: skip
+    add("--batch-invariant", action="store_true", help="on CUDA: a request gets the same bits whatever runs beside it")
+    serve.set_defaults(run=_serve)
     for command in (generate, depth):
         command.add_argument("--color", choices=["auto", "always", "never"], default="auto")
     return parser
@@ -452,6 +472,13 @@ def _load(options):
     return model, tokenizer
 
 
+def _precision(name: str, weight) -> str:
+    """The dtype that ``name`` stands for, of a model with this weight."""
+    if name != "auto":
+        return name
+    return "bfloat16" if weight.device.type == "cuda" else str(weight.dtype).removeprefix("torch.")
+
+
 def _eval(options) -> None:
     import torch
 
@@ -473,9 +500,7 @@ def _eval(options) -> None:
         tasks[name] = evaluate.read_task(path, options.limit)
     model, tokenizer = _load(options)
     weight = model.embed_tokens.weight
-    precision = options.precision
-    if precision == "auto":
-        precision = "bfloat16" if weight.device.type == "cuda" else str(weight.dtype).removeprefix("torch.")
+    precision = _precision(options.precision, weight)
     model = model.to(getattr(torch, precision))
     common = {"mode": options.mode, "batch_tokens": options.batch_tokens}
     # a parameter shared by layers is counted once
@@ -524,6 +549,24 @@ def _generate(options) -> None:
             print()
             if options.depth:
                 print(f"\n{show.legend(depths, recursions, color)}")
+
+
+def _serve(options) -> None:
+    import torch
+
+    from . import server
+    from .decode import Engine
+    from .train.data import separator_id
+
+    bound = server.bind(options.host, options.port)  # before the model is loaded, which may take a while
+    model, tokenizer = _load(options)
+    model = model.to(getattr(torch, _precision(options.precision, model.embed_tokens.weight)))
+    engine = Engine(model, max_sequences=options.max_sequences, max_waiting=options.max_waiting, tokenizer=tokenizer,
+                    cache_bytes=options.cache_bytes, eos_token_id=separator_id(tokenizer),
+                    batch_invariant=options.batch_invariant)  # fmt: skip
+    name = options.name or options.model.resolve().name
+    app = server.create_app(engine, model_name=name, api_key=options.api_key)
+    server.serve(app, bound, model_name=name, api_key=options.api_key is not None)
 
 
 class _Whole:

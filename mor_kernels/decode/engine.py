@@ -271,7 +271,7 @@ class Engine:
             QueueFull: max_waiting requests wait.
         """
         params = params or SamplingParams()
-        tokens = self._prompt_ids(prompt)
+        tokens = self.prompt_ids(prompt)
         limit, vocabulary = self.config.max_position_embeddings, self.config.vocab_size
         if len(tokens) > limit:
             raise ValueError(f"prompt: expected at most {limit} tokens (max_position_embeddings), got {len(tokens)}")
@@ -306,7 +306,8 @@ class Engine:
         self.waiting.append(request)
         return request.id
 
-    def _prompt_ids(self, prompt) -> list[int]:
+    def prompt_ids(self, prompt: Sequence[int] | str) -> list[int]:
+        """The tokens that a prompt stands for, as `submit` takes them; any thread may ask. Raises ValueError, as it."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a string")
