@@ -161,7 +161,7 @@ def _plan(body: CompletionRequest, engine: Engine, max_choices: int) -> list[_Pr
     return found
 
 
-def _prompts(prompt) -> list[str] | list[list[int]]:
+def _prompts(prompt: Any) -> list[str | list[int]]:
     def ids(value) -> bool:
         return isinstance(value, list) and all(type(token) is int for token in value)
 
@@ -227,7 +227,8 @@ class _Choice:
         found = [e for e in events if e.token is not None]
         self.count += len(found)
         scores = [(e.logprob, e.top_logprobs) for e in found]
-        part = self._part("".join(e.text for e in events), [e.token for e in found], scores, [e.depth for e in found])
+        tokens = [e.token for e in found if e.token is not None]
+        part = self._part("".join(e.text for e in events), tokens, scores, [e.depth for e in found])
         part["finish_reason"] = events[-1].finish_reason
         return part
 
@@ -235,7 +236,7 @@ class _Choice:
         self.count = len(completion.tokens)
         scores = list(zip(completion.logprobs or (), completion.top_logprobs or ()))
         depths = completion.depths[len(completion.prompt) - 1 :][: self.count]
-        part = self._part(completion.text, completion.tokens, scores, depths)
+        part = self._part(completion.text or "", completion.tokens, scores, depths)
         part["finish_reason"] = completion.finish_reason
         if echo:
             part["text"] = echo["text"] + part["text"]
@@ -252,15 +253,15 @@ class _Choice:
         return part
 
     def _logprobs(self, tokens: Sequence[int], scores) -> dict:
-        found = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, (logprob, likeliest) in zip(tokens, scores):
             name, length = self.name(token)
             found["tokens"].append(name)
             found["token_logprobs"].append(_finite(logprob))
-            top = None if logprob is None else {}
-            for other, value in (*likeliest, (token, logprob)) if logprob is not None else ():
+            top: dict[str, float | None] = {}
+            for other, value in (*likeliest, (token, logprob)) if likeliest is not None else ():
                 top.setdefault(self.name(other)[0], _finite(value))  # of tokens of one name the likeliest
-            found["top_logprobs"].append(top)
+            found["top_logprobs"].append(top or None)  # None of a prompt's first token
             more = len(self.characters.push(token))
             # unfinished characters may come out before its own; a part of a character is where that is
             found["text_offset"].append(self.offset + (max(more - length, 0) if length is not None else 0))
@@ -598,7 +599,8 @@ def create_app(
             prompts = await asyncio.to_thread(_plan, body, engine, max_choices)
             watches.add(task := asyncio.create_task(watch()))
             task.add_done_callback(watches.discard)
-            choices, echoes = [], []
+            choices: list[_Choice] = []
+            echoes: list[dict] = []
             for prompt in prompts:
                 scores = None
                 if body.echo and body.logprobs is not None and not job.gone:
@@ -611,9 +613,9 @@ def create_app(
             if body.stream:
                 chunks = _chunks(worker, job, head, choices, echoes, prompts, body)
                 return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-            found: dict[int, Completion] = {}
+            found: dict[int, Any] = {}
             while len(found) < len(choices):
-                found |= await job.next()
+                found |= dict(await job.next())
                 if any(completion.finish_reason == "error" for completion in found.values()):
                     raise _no_number()
         except BaseException as error:
@@ -703,22 +705,30 @@ def _prometheus(found: dict) -> str:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: FastAPI):
+        super().__init__(config)
+        self.app = app
+
     async def shutdown(self, sockets=None) -> None:
         """Wait for what runs, but for GRACE seconds."""
-        worker = self.config.app.state.worker
-        late = asyncio.get_running_loop().call_later(GRACE, worker.stop)
+        late = asyncio.get_running_loop().call_later(GRACE, self.app.state.worker.stop)
         await super().shutdown(sockets)
         late.cancel()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, whose port may be 0 for any; OSError if that can't be had."""
+    """A socket at an address, whose port may be 0 for any. OSError if that can't be had, ValueError for no port."""
+    if not 0 <= port < 2**16:  # getaddrinfo takes the rest
+        raise ValueError(f"--port: expected 0 to 65535, got {port}")
+    bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
+        if bound:
+            bound.close()
         expected = "expected a free address of this machine"
         raise OSError(f"--host, --port: {expected}, got {host}:{port}: {error}") from None
     return bound
@@ -733,12 +743,13 @@ def serve(app: FastAPI, bound: socket.socket, *, model_name: str, api_key: bool)
         print(f"warning: {where} can be reached from other machines, and asks for no key (--api-key, MOR_API_KEY)",
               file=sys.stderr)  # fmt: skip
     config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=math.ceil(GRACE) + 5)
-    # uvicorn catches the signal, and sends it once more when it is through
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    process = _Server(config, app)
+    # uvicorn catches the signal while it runs, and sends it once more when it is through
+    signal.signal(signal.SIGTERM, lambda *_: setattr(process, "should_exit", True))
     bound.listen(config.backlog)
     print(f"serving {model_name} at {where}", flush=True)
     try:
-        _Server(config).run(sockets=[bound])
+        process.run(sockets=[bound])
     finally:
         if (worker := app.state.worker) is not None:  # a second Ctrl-C leaves it as it is
             worker.stop()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -68,7 +71,7 @@ def serving(engine, **options):
 def parts():
     tokenizer = train_tokenizer()
     model, reference = tiny(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=CONTEXT, **FIELDS)
-    options = {"tokenizer": tokenizer, "eos_token_id": 0, "page_size": 8}
+    options = {"tokenizer": tokenizer, "bos_token_id": 0, "page_size": 8}
     alone = Engine(model, max_sequences=1, **options)
     engine = Engine(model, max_sequences=3, max_waiting=12, prefill_chunk=8, **options)
     return SimpleNamespace(tokenizer=tokenizer, model=model, reference=reference, options=options, alone=alone,
@@ -298,8 +301,11 @@ def test_a_client_that_goes_away_frees_what_it_held_and_a_full_queue_refuses(ser
     assert caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
     assert held(served)[1] == 8  # none of the five stayed
 
-    with pytest.raises(openai.APITimeoutError):  # the client gives up, and closes its connection
-        create(**LONG, timeout=0.2)
+    body = json.dumps(LONG)  # not streamed, by a client that then closes its connection
+    with socket.create_connection(("127.0.0.1", httpx.URL(served.url).port)) as client:
+        head = ["POST /v1/completions HTTP/1.1", "Host: a", f"Content-Length: {len(body)}", "Content-Type: application/json"]
+        client.sendall("\r\n".join([*head, "", body]).encode())
+        wait_until(lambda: held(served)[1] == 9)
     wait_until(lambda: held(served)[1] == 8)
     first.close()
     wait_until(lambda: held(served)[:2] == [3, 5])
@@ -337,7 +343,6 @@ def test_a_failing_engine_answers_everybody_and_shows(parts, monkeypatch, caplog
         return step()
 
     monkeypatch.setattr(engine, "step", failing)
-    app = server.create_app(engine, model_name="tiny")
     with serving(engine) as found:
         stream = found.client.completions.create(**LONG, stream=True)
         next(stream)
@@ -361,7 +366,21 @@ def test_a_failing_engine_answers_everybody_and_shows(parts, monkeypatch, caplog
         with pytest.raises(openai.InternalServerError, match="engine failed"):
             found.client.completions.create(model="tiny", prompt="a")
         engine.requests.clear()
-    assert "the device is gone" in caplog.text and app.state.worker is None
+    assert "the device is gone" in caplog.text
+
+
+def test_what_runs_when_the_server_ends_is_cancelled(parts):
+    engine = Engine(parts.model, max_sequences=1, **parts.options)
+    with serving(engine) as found:
+        stream = found.client.completions.create(**LONG, stream=True)
+        next(stream)
+        found.app.state.worker.stop()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            found.client.completions.create(model="tiny", prompt="a")
+    assert engine.metrics()["pages_in_use"] == 0
 
 
 def test_a_model_without_numbers_is_an_error(parts):
@@ -394,14 +413,26 @@ def test_arguments_and_addresses(parts, monkeypatch, capsys):
         server.create_app(Engine(parts.model, max_sequences=1), model_name="a")
     with pytest.raises(OSError, match="--host, --port"):
         server.bind("203.0.113.1", 0)  # an address that nobody has
+    with pytest.raises(ValueError, match="--port.*got 70000"):
+        server.bind("127.0.0.1", 70000)
     monkeypatch.setattr(server._Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     app = server.create_app(parts.alone, model_name="a")
+
+    async def health():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return (await client.get("/health")).status_code
+
+    assert asyncio.run(health()) == 503  # it was never started
     for address, key, warned in (("127.0.0.1", False, False), ("0.0.0.0", False, True), ("0.0.0.0", True, False),
                                  ("::1", False, False), ("::", False, True)):  # fmt: skip
         bound = SimpleNamespace(getsockname=lambda a=address: (a, 80), listen=lambda _: None)
         server.serve(app, bound, model_name="a", api_key=key)
         assert ("warning" in capsys.readouterr().err) == warned
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "mor_kernels.server")
+    with pytest.raises(ImportError, match=r"pip install mor-kernels\[server\]"):
+        importlib.import_module("mor_kernels.server")
 
 
 def test_the_command(parts, tmp_path):
