@@ -303,8 +303,8 @@ def test_a_client_that_goes_away_frees_what_it_held_and_a_full_queue_refuses(ser
 
     body = json.dumps(LONG)  # not streamed, by a client that then closes its connection
     with socket.create_connection(("127.0.0.1", httpx.URL(served.url).port)) as client:
-        head = ["POST /v1/completions HTTP/1.1", "Host: a", f"Content-Length: {len(body)}", "Content-Type: application/json"]
-        client.sendall("\r\n".join([*head, "", body]).encode())
+        head = ["POST /v1/completions HTTP/1.1", "Host: a", f"Content-Length: {len(body)}"]
+        client.sendall("\r\n".join([*head, "Content-Type: application/json", "", body]).encode())
         wait_until(lambda: held(served)[1] == 9)
     wait_until(lambda: held(served)[1] == 8)
     first.close()
