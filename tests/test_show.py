@@ -134,6 +134,29 @@ def test_no_bin_lies_on_both_sides_of_the_threshold(low, high):
     assert not any(a < 0 < b for a, b in zip(edges, edges[1:]))
 
 
+def test_charts_show_the_numbers(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(show, "_save", lambda figure, path: figures.append(figure))
+    show.depth_chart([1, 3, 3, 3], 3, "x.png", "t")
+    bars = figures.pop().axes[0].patches
+    assert [bar.get_height() for bar in bars] == [25.0, 0.0, 75.0]
+    config = MoRConfig(num_hidden_layers=4, num_recursions=2, router="expert_choice")
+    found = [show.Scores("recursion 1", [1.0, 2.0, 9.0], []), show.Scores("recursion 2", [0.5, 4.0], [-1.0])]
+    show.score_chart(found, config, "x.png", "t", 0.0)
+    first, second = figures.pop().axes
+    for axes, counts in ((first, [3]), (second, [2, 1])):
+        heights = []
+        for outline in axes.patches:
+            x, y = outline.get_xy().T
+            steps = sorted(set(x))  # the outline's edges
+            area = abs(sum(a * d - b * c for a, b, c, d in zip(x, y, x[1:], y[1:]))) / 2
+            heights.append(area / (steps[1] - steps[0]))
+        assert heights == pytest.approx(counts)  # areas of equal bins are numbers of tokens
+    assert len(first.lines) == 0 and [line.get_xdata()[0] for line in second.lines] == [0.0]
+    assert "2 kept, 1 dropped" in second.get_title()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Tiny models of every kind, with a tokenizer."""
