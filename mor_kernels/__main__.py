@@ -641,7 +641,7 @@ def _scores(options) -> None:
 
 def _name(options) -> str:
     """A run or model by its folder."""
-    return options.model.resolve().name
+    return os.path.basename(os.path.abspath(options.model))
 
 
 if __name__ == "__main__":
