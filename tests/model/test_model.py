@@ -138,7 +138,7 @@ def test_equals_reference(fields, mode, mask):
 @pytest.mark.parametrize("mode", ["topk", "threshold"])
 @pytest.mark.parametrize(
     "fields",
-    [EXPERT, {**EXPERT, "aux": "router", "router_arch": "mlp", "temperature": 2.0}, TOKEN,
+    [EXPERT, {**EXPERT, "aux": "router", "router_arch": "mlp", "router_temperature": 2.0}, TOKEN,
      {**TOKEN, "balance": "loss_free"}, {"num_hidden_layers": 3}],
     ids=name,
 )  # fmt: skip
