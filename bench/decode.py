@@ -588,14 +588,18 @@ def chart(result: dict, path: Path) -> None:
         ticks.append((y + (len(bars) - 1) / 2, case))
         for row in bars:
             own = row["model"] == row["vanilla"] or "transformers" in row
-            color = "lightgray" if own else "mistyrose" if "derived" in row else "tab:red"
+            color = "silver" if own else "#f2b98f" if "derived" in row else "#d55e00"
             axes.barh(y, row["tokens_per_second"], height=0.9, color=color)
             ratio = f", {row['x_vanilla']:.2f} x" if "x_vanilla" in row else ""
             label = f" {row['model']}, {row['sequences']}: {row['tokens_per_second']:,.0f}{ratio}"
             axes.text(row["tokens_per_second"], y, label, va="center", fontsize=6)
             y += 1
         y += 1.5
-    axes.set(xlabel="tokens a second; x: times vanilla's", title=title(result))
+    axes.set_xlabel("tokens a second; x: times vanilla's; gray: vanilla and transformers, pale: in lockstep")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title(title(result), fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.01)
     axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(right=axes.get_xlim()[1] * 1.3)  # room for the labels

@@ -334,35 +334,68 @@ def run(cases: list[Case], result: dict, path: Path, sample: Callable[[Case, Imp
     return sum(row["failed"] is not None for row in result["rows"])
 
 
+# distinct without colour vision: ours by colour, rivals by their markers alone
+OURS = tuple(zip(("#d55e00", "#0072b2", "#009e73", "#cc79a7"), "oDsP"))
+RIVALS = "x+^v<>*phd"
+FARTHEST = 200  # times the floor; what takes longer is drawn there, since a floor of nanoseconds says nothing
+
+
 def chart(result: dict, path: Path) -> None:
-    """Bars of time as a multiple of the floor: ours, and the rivals."""
+    """A line for each case: time as a multiple of the floor, ours and the rivals'; and our best in milliseconds."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = [row for row in result["rows"] if not row["failed"]]
-    groups = list(dict.fromkeys((row["op"], row["case"]) for row in rows))
-    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.16 * (len(rows) + 2 * len(groups))), layout="constrained")
-    y, ticks = 0.0, []
-    for op, case in groups:
-        bars = [row for row in rows if (row["op"], row["case"]) == (op, case)]
-        ticks.append((y + (len(bars) - 1) / 2, f"{op}\n{case}"))
-        for row in bars:
-            times_floor = row["ms"] / row["floor_ms"]
-            axes.barh(y, times_floor, height=0.9, color="tab:red" if row["ours"] else "lightgray")
-            axes.text(times_floor, y, f" {row['impl']} {row['ms']:.3f} ms", va="center", fontsize=6)
+    styles = {}
+    for row in sorted(rows, key=lambda row: not row["ours"]):
+        if row["impl"] not in styles:
+            count = sum((style["zorder"] == 3) == row["ours"] for style in styles.values())
+            color, marker = OURS[count % len(OURS)] if row["ours"] else ("dimgray", RIVALS[count % len(RIVALS)])
+            styles[row["impl"]] = {"c": color, "marker": marker, "zorder": 3 if row["ours"] else 2}
+    points, labels, values = {impl: ([], []) for impl in styles}, [], [1.0]
+    y = 0
+    for op in dict.fromkeys(row["op"] for row in rows):
+        labels.append((y, op, "bold", ""))
+        for case in dict.fromkeys(row["case"] for row in rows if row["op"] == op):
             y += 1
+            bars = [row for row in rows if (row["op"], row["case"]) == (op, case)]
+            own = min((row["ms"] for row in bars if row["ours"]), default=None)
+            labels.append((y, case, "normal", "" if own is None else f"{own:.3g} ms"))
+            for row in bars:
+                values.append(min(row["ms"] / row["floor_ms"], FARTHEST))
+                points[row["impl"]][0].append(values[-1])
+                points[row["impl"]][1].append(y)
         y += 1.5
+    figure, axes = plt.subplots(figsize=(9, 1.8 + 0.2 * y), layout="constrained")
+    for impl, (x, where) in points.items():
+        axes.scatter(x, where, s=36, alpha=0.9, label=impl, **styles[impl])
     axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    least, most = 0.93 * min(values), 1.15 * max(values)
+    axes.set_xlim(least, most)
+    ticks = [tick for tick in (0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, FARTHEST) if least <= tick <= most]
+    axes.set_xticks(ticks, [f"{tick:g}" if tick < FARTHEST else f"≥ {FARTHEST}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([place for place, *_ in labels], [label for _, label, *_ in labels], fontsize=8)
+    for label, (_, _, weight, _) in zip(axes.get_yticklabels(), labels):
+        label.set_fontweight(weight)
+    for place, _, _, best in labels:
+        axes.text(1.01, place, best, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(color="#ddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_ylim(y - 0.5, -0.7)
     floor = "bytes that must move / copy bandwidth"
     if "matmul_flops_per_second" in result:
         floor += ", or operations / rate of a matrix product"
-    axes.set(xscale="log", xlabel=f"time / floor ({floor})", title=title(result))
-    axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=6)
-    axes.invert_yaxis()
-    axes.set_xlim(right=axes.get_xlim()[1] * 3)  # room for the labels
-    figure.savefig(path, dpi=130)
+    axes.set_xlabel(f"time / floor ({floor}); on the right our best time", fontsize=9)
+    figure.suptitle(title(result), fontsize=10)
+    if styles:
+        figure.legend(loc="outside lower center", ncols=min(len(styles), 6), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import decode
+from bench import decode, scaling
 from bench.harness import RESULTS, ROOT, best_rival, chart, tflops, title
 
 README = ROOT / "README.md"
@@ -192,8 +192,7 @@ def _ms(row: dict | None) -> str:
 
 TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table,
           "decode": decode_table, "layer": functools.partial(table, library="Liger")}  # fmt: skip
-WITHOUT_CHART = ("scaling",)
-CHARTS = {"decode": decode.chart}
+CHARTS = {"decode": decode.chart, "scaling": scaling.chart}
 
 
 def section(benchmark: str, folder: Path = RESULTS) -> str:
@@ -204,10 +203,9 @@ def section(benchmark: str, folder: Path = RESULTS) -> str:
         commit = (where["commit"] or "unknown")[:10] + (" with changes" if where["dirty"] else "")
         as_lines = TABLES.get(benchmark, table)
         unfinished = "" if result["complete"] else " The run was not finished."
-        drawn = "" if benchmark in WITHOUT_CHART else f" [Chart](bench/results/{path.stem}.png)."
         parts.append(
             f"{title(result)}; driver {where['driver']}, CUDA {where['cuda']}, commit {commit}, {where['date'][:10]}."
-            f"{unfinished}{drawn}\n\n" + "\n".join(as_lines(result)) + "\n"
+            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(as_lines(result)) + "\n"
         )
     return "\n".join(parts) or "No result has been recorded yet.\n"
 
@@ -230,8 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     README.write_text(fresh, encoding="utf-8")
     for benchmark in (found[2] for found in SECTION.finditer(text)):
         for path, result in results(benchmark, RESULTS).items():
-            if benchmark not in WITHOUT_CHART:
-                CHARTS.get(benchmark, chart)(result, path.with_suffix(".png"))
+            CHARTS.get(benchmark, chart)(result, path.with_suffix(".png"))
             print(f"{path.stem}: {len(result['rows'])} rows")
     return 0
 

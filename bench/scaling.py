@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.harness import RESULTS, ROOT, environment, require, result_path, variant_of, write
+from bench.harness import RESULTS, ROOT, environment, require, result_path, title, variant_of, write
 
 CASES = {  # equal loads on all GPUs, and unequal ones
     "mor-3": ["num_recursions=3", "router=expert_choice"],
@@ -76,6 +76,36 @@ def compare(rows: list[dict]) -> None:
     for row in rows:
         if not row["failed"] and row["case"] in alone:
             row["efficiency"] = row["tokens_per_second"] / row["gpus"] / alone[row["case"]]
+
+
+def chart(result: dict, path: Path) -> None:
+    """Bars of tokens a second by model, GPUs and kind of parallelism, and marks at as many times one GPU's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result["rows"] if not row["failed"]]
+    names = [f"{row['case']}, {row['gpus']} GPU" + f"s, {row['parallel']}" * (row["gpus"] > 1) for row in rows]
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(rows)), layout="constrained")
+    colors = ["silver" if row["gpus"] == 1 else "#0072b2" if row["parallel"] == "ddp" else "#56b4e9" for row in rows]
+    for y, (row, color) in enumerate(zip(rows, colors)):
+        speed, share = row["tokens_per_second"], ""
+        axes.barh(y, speed, height=0.75, color=color)
+        if row["gpus"] > 1 and "efficiency" in row:
+            linear = speed / row["efficiency"]
+            axes.plot([linear, linear], [y - 0.375, y + 0.375], color="black")
+            share = f", {row['efficiency']:.0%} of linear"
+        axes.text(speed, y, f"{speed:,.0f}{share} ", va="center", ha="right", fontsize=8,
+                  color="black" if color != "#0072b2" else "white")  # fmt: skip
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens a second; line: as many times one GPU's", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title(result), fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The command ``mor-kernels``: doctor, train, eval, generate, depth, serve."""
+"""The command ``mor-kernels``: doctor, train, eval, generate, depth, scores, serve."""
 
 from __future__ import annotations
 
@@ -132,11 +132,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     depth = commands.add_parser("depth", help="show how many recursions each token of a text takes")
-    _model_arguments(depth)
-    depth.add_argument("text", nargs="?", help="the text; default: what comes in on standard input")
-    depth.add_argument("--file", type=Path, help="a file with the text")
+    _text_arguments(depth)
     depth.add_argument("--html", type=Path, help="also write a page of HTML")
+    depth.add_argument("--png", type=Path, help="also draw how many tokens have which depth")
     depth.set_defaults(run=_depth)
+
+    scores = commands.add_parser("scores", help="show router scores of the tokens kept and dropped at each recursion")
+    _text_arguments(scores)
+    scores.add_argument("--mode", choices=["threshold", "topk"], default="threshold",
+        help="how expert-choice routes: as decoding does, or as in training, which looks at later tokens")  # fmt: skip
+    scores.add_argument("--png", type=Path, help="also draw histograms")
+    scores.set_defaults(run=_scores)
 
     serve = commands.add_parser(
         "serve",
@@ -180,6 +186,12 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "model", type=Path, help="folder of a run, of a model or of a Hugging Face Llama, with its tokenizer.json"
     )
     parser.add_argument("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, ...")
+
+
+def _text_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    parser.add_argument("text", nargs="?", help="the text; default: what comes in on standard input")
+    parser.add_argument("--file", type=Path, help="a file with the text")
 
 
 def _assignments(option: str, texts: list[str], config: type) -> dict:
@@ -579,14 +591,14 @@ class _Whole:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _depth(options) -> None:
-    import torch
-
+def _read(options):
+    """The model, its tokenizer and the tokens of the text that the command was given."""
     from . import show
-    from .decode.text import TextStream
 
     if options.file and options.text is not None:
         raise ValueError("text: expected none beside --file, got both")
+    if options.png:  # what is wrong is said before the model is loaded
+        show.require_plot()
     text = options.text
     if text is None:
         if not options.file and sys.stdin.isatty():
@@ -600,22 +612,79 @@ def _depth(options) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if not ids:
         raise ValueError("text: expected at least one token, got none")
-    limit = model.config.max_position_embeddings
-    if len(ids) > limit:
-        print(f"showing the first {limit} of {len(ids)} tokens, as far as the model looks", file=sys.stderr)
-    ids = ids[:limit]
-    with torch.inference_mode():
-        depths = model(torch.tensor([ids], device=model.embed_tokens.weight.device)).depths[0].tolist()
-    stream = TextStream(_Whole(tokenizer))
-    pieces = [(stream.push(token), depth) for token, depth in zip(ids, depths)]
-    pieces[-1] = (pieces[-1][0] + stream.flush(), pieces[-1][1])
+    return model, tokenizer, ids
 
-    color, recursions = show.use_color(options.color), model.config.num_recursions
-    print("".join(show.ansi(piece, depth, recursions) if color else piece for piece, depth in pieces))
+
+def _routed(model, ids: list[int], mode: str):
+    """Depths (n,), and router scores (n, Nr) or None, of tokens that are read in blocks of what the model takes."""
+    import torch
+
+    from . import show
+
+    window = model.config.max_position_embeddings
+    if len(ids) > window:
+        print(f"{len(ids):,} tokens, read in blocks of {window:,}, as many as the model looks at", file=sys.stderr)
+    depths, scores = [], []
+    with torch.inference_mode():
+        for block in torch.tensor(ids, device=model.embed_tokens.weight.device).split(window):
+            found = model(block[None], mode=mode, logits=False, router_logits=True)
+            depths.append(found.depths[0].cpu())
+            if found.router_logits is not None:
+                scores.append(show.scores(found.router_logits[0], model.config).cpu())
+    return torch.cat(depths), torch.cat(scores) if scores else None
+
+
+def _depth(options) -> None:
+    from . import show
+    from .decode.text import TextStream
+
+    model, tokenizer, ids = _read(options)
+    depths, scores = _routed(model, ids, "threshold")
+    depths, recursions = depths.tolist(), model.config.num_recursions
+    said = [""] * len(ids) if scores is None else [show.describe(row, model.config) for row in scores.tolist()]
+    stream = TextStream(_Whole(tokenizer))
+    tokens = [show.Token(stream.push(token), token, *facts) for token, *facts in zip(ids, depths, said)]
+    tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
+
+    color = show.use_color(options.color)
+    print("".join(show.ansi(token.text, token.depth, recursions) if color else token.text for token in tokens))
     print(f"\n{show.legend(depths, recursions, color)}")
+    title = f"Recursion depth of each token: {_name(options)}"
     if options.html:
-        options.html.write_text(show.page(pieces, recursions, "Recursion depth of each token"), encoding="utf-8")
+        options.html.write_text(show.page(tokens, recursions, title), encoding="utf-8")
         print(f"page in {os.fspath(options.html)}")
+    if options.png:
+        show.depth_chart(depths, recursions, options.png, f"Recursion depth: {_name(options)}")
+        print(f"chart in {os.fspath(options.png)}")
+
+
+def _scores(options) -> None:
+    from . import show
+
+    model, _, ids = _read(options)
+    config = model.config
+    if config.router == "none":
+        raise ValueError(f"{options.model}: expected a model with routers, got one of router='none'")
+    depths, scores = _routed(model, ids, options.mode)
+    found = show.split_scores(scores, depths, config)
+    for part in found:
+        facts = []
+        for values, word in zip((part.kept, part.dropped), show.words_for(config)):
+            mean = f", mean {show.score_name(config)} {sum(values) / len(values):.2f}" if values else ""
+            facts.append(f"{len(values):,} {word}{mean}")
+        print(f"{part.name}: {'; '.join(facts)}")
+    if options.png:
+        expert = config.router == "expert_choice"
+        # an auxiliary router decides by its own logits, and none decides in top-k
+        threshold = 0.0 if expert and (options.mode == "threshold" or config.aux != "router") else None
+        mode = f", {options.mode}" if expert else ""
+        show.score_chart(found, config, options.png, f"Router scores: {_name(options)}{mode}", threshold)
+        print(f"chart in {os.fspath(options.png)}")
+
+
+def _name(options) -> str:
+    """A run or model by its folder."""
+    return os.path.basename(os.path.abspath(options.model))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class MoROutput(NamedTuple):
     losses: dict[str, torch.Tensor]  #: "lm", "aux", "z", "balance" as they apply, without coefficients
     depths: torch.Tensor  #: (B, T) int64: recursions that each token took; 0 at padding
     metrics: dict[str, torch.Tensor]  #: "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
+    router_logits: torch.Tensor | None = None  #: (B, T, Nr) fp32 (fp64 of fp64 states) if asked for, see the call
 
 
 class MoR(nn.Module):
@@ -195,6 +196,7 @@ class MoR(nn.Module):
         bounds: tuple[int, ...] | None = None,
         mode: str | None = None,
         logits: bool = True,
+        router_logits: bool = False,
     ) -> MoROutput:
         """Logits, loss and depths of a batch.
 
@@ -210,6 +212,10 @@ class MoR(nn.Module):
                 does). Default "topk" in training and "threshold" in evaluation. Token-choice is causal in both.
             logits: False computes the loss from a few thousand tokens' logits at a time and returns none, which
                 takes a fraction of the memory and less time.
+            router_logits: also return the logits that the depths were chosen by. Expert-choice: [..., r] is that of the
+                state entering recursion r (in "threshold" the auxiliary router's, where there is one; the first
+                recursion's are the gates' alone), NaN where the token doesn't get there. Token-choice: those of all
+                depths, without the bias of loss-free balancing. NaN at padding; None of a model without routers.
 
         Returns:
             :class:`MoROutput`.
@@ -231,15 +237,17 @@ class MoR(nn.Module):
         length = input_ids.shape[1]
         ends = BatchedKeyValues(seqlens=seqlens)
         x, positions = self._enter(input_ids, ends)
+        seen = [] if router_logits and self.config.router != "none" else None  # of each recursion (B, T)
         if self.config.router == "none":
             x, routing = self._fixed_depth(x, positions, seqlens)
         elif self.config.router == "token_choice":
-            x, routing = self._token_choice(x, positions, seqlens, bounds)
+            x, routing = self._token_choice(x, positions, seqlens, bounds, seen)
         elif mode == "topk":
-            x, routing = self._expert_choice(x, ks or self.kept(length), seqlens)
+            x, routing = self._expert_choice(x, ks or self.kept(length), seqlens, seen)
         else:
-            x, routing = self._threshold(x, positions, seqlens)
+            x, routing = self._threshold(x, positions, seqlens, seen)
         depths, losses, metrics = routing
+        seen = torch.stack(seen, -1) if seen else None
         x = self.last_layer(x, positions, functools.partial(ends.attend, 0))
         values = self.head(x) if logits else None
 
@@ -262,9 +270,11 @@ class MoR(nn.Module):
         if order is not None:
             back = order.argsort(dim=1)
             depths = depths.gather(1, back)
+            if seen is not None:
+                seen = seen.gather(1, back[..., None].expand_as(seen))
             if logits:
                 values = torch.where(real[..., None], values.gather(1, back[..., None].expand_as(values)), 0)
-        return MoROutput(values, loss, losses, depths, metrics)
+        return MoROutput(values, loss, losses, depths, metrics, seen)
 
     def _enter(self, input_ids, ends):
         """States entering the first recursion, and positions."""
@@ -329,7 +339,7 @@ class MoR(nn.Module):
         depths = torch.where(self._real(positions, seqlens), self.config.num_recursions, 0)
         return x, (depths, {}, {})
 
-    def _expert_choice(self, x, ks, seqlens):
+    def _expert_choice(self, x, ks, seqlens, seen=None):
         """Each recursion keeps the best k of the tokens that the one before kept (paper, equation 1)."""
         config = self.config
         batch, length, _ = x.shape
@@ -366,6 +376,10 @@ class MoR(nn.Module):
             if config.aux != "none" and config.aux_coeff:
                 aux.append(ops.aux_loss(deciding, routed.indices, candidates=kept, seqlens=seqlens))
             candidates = everyone if kept is None else kept
+            if seen is not None:
+                places = torch.where(candidates >= 0, candidates, length)
+                row = routed.logits.new_full((batch, length + 1), torch.nan)
+                seen.append(row.scatter(1, places, routed.logits)[:, :length])
             if config.z_coeff:
                 z.append(ops.z_loss(routed.logits, valid=candidates >= 0))
 
@@ -390,7 +404,7 @@ class MoR(nn.Module):
         rows = ops.gather(x.flatten(0, 1), flat_rows(kept, x.shape[1]))
         return rows.view(*kept.shape, x.shape[-1])
 
-    def _threshold(self, x, positions, seqlens):
+    def _threshold(self, x, positions, seqlens, seen=None):
         """Expert-choice without a look at later tokens: a token goes on while the deciding logit is positive."""
         config = self.config
         key_values = None
@@ -401,6 +415,9 @@ class MoR(nn.Module):
         # without gradients, in place: the stream is this call's own
         scatter_back = ops.scatter_back if torch.is_grad_enabled() else ops.scatter_back_
         for r in range(config.num_recursions):
+            if seen is not None:
+                decided = (self.aux_routers or self.routers)[r](x).view(shape[:2])
+                seen.append(torch.where(depths >= max(r, 1), decided, torch.nan))
             if r:
                 depths = torch.where((depths == r) & self.goes_on(r, x).view(shape[:2]), r + 1, depths)
             packed = ops.pack_depths((depths > r).int(), 1)
@@ -451,13 +468,15 @@ class MoR(nn.Module):
         step = max(math.ceil(input_ids.numel() / 16), 1)
         return tuple(min(math.ceil(count / step) * step, input_ids.numel()) for count in counts)
 
-    def _token_choice(self, x, positions, seqlens, bounds):
+    def _token_choice(self, x, positions, seqlens, bounds, seen=None):
         """Each token takes the recursions up to the depth that the router gave it at the outset (paper, equation 2)."""
         config = self.config
         key_values = None
         shape, length = x.shape, x.shape[1]
         real = self._real(positions, seqlens)
         logits, depths, probs = self.choose_depths(x, real)
+        if seen is not None:
+            seen += torch.where(real[..., None], logits, torch.nan).unbind(-1)
         gates = (config.alpha * probs).flatten(0, 1)
         start = state = x.flatten(0, 1)
         places = real.flatten().cumsum(0) - 1

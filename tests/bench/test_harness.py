@@ -225,6 +225,25 @@ def test_chart_is_drawn(tmp_path):
         assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_chart_shows_times_of_the_floor(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        pytest.importorskip("matplotlib.figure").Figure, "savefig", lambda f, *_, **__: figures.append(f)
+    )
+    rows = [ROW, ROW | {"impl": "eager", "ours": False, "ms": 0.005}, ROW | {"case": "B4", "ms": 7.0},
+            ROW | {"op": "other", "ms": 0.004}]  # fmt: skip
+    harness.chart(result() | {"environment": {"card": "A", "torch": "2", "triton": "3"}, "rows": rows}, tmp_path / "c")
+    (axes,) = figures[0].axes
+    names = {place: label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels())}
+    shown = {(points.get_label(), names[y]): x for points in axes.collections for x, y in points.get_offsets().tolist()}
+    op, floor = ROW["op"], ROW["floor_ms"]
+    case = ROW["case"]
+    assert op in names.values() and "other" in names.values()
+    assert shown[ROW["impl"], "B4"] == harness.FARTHEST < 7.0 / floor
+    assert shown["eager", case] == pytest.approx(0.005 / floor)
+    assert [text.get_text() for text in axes.texts if text.get_text()] == [f"{ROW['ms']:.3g} ms", "7 ms", "0.004 ms"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at a machine without a GPU")
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
     assert harness.main("double", lambda: [case(ours=lambda x: 2 * x)], ["--out", str(tmp_path)]) == 2

@@ -34,6 +34,12 @@ def test_readme_has_the_sections_to_write():
     }
 
 
+def test_every_full_result_has_its_chart():
+    for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8")):
+        for path in report.results(found[2], report.RESULTS):
+            assert path.with_suffix(".png").exists(), f"{path.stem}: run python bench/report.py"
+
+
 def test_an_outdated_readme_is_told_and_then_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
     before = "above\n<!-- bench:routing -->\nold\n<!-- /bench -->\nbelow\n"
@@ -69,7 +75,7 @@ def test_table_of_several_gpus(tmp_path):
     for line in ("| mor-3 | 1 | - | 100,000 | 100.0 |", "| mor-3 | 2 | ddp | 190,000 | 95.0 |",
                  "| mor-3 | 2 | fsdp | failed | - |", "A Card, torch 2.11, Triton 3.6; driver 580"):  # fmt: skip
         assert line in text
-    assert "Chart" not in text
+    assert "[Chart](bench/results/scaling-a-card.png)" in text
 
 
 def test_table_takes_the_best_rival(tmp_path):

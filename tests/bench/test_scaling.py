@@ -57,3 +57,20 @@ def test_cases_and_shares(tmp_path, monkeypatch, capsys):
     assert "2 CUDA devices are visible, of 4" in capsys.readouterr().err
     monkeypatch.setattr(scaling.torch.cuda, "device_count", lambda: 0)
     assert scaling.main([]) == 2 and "0 CUDA devices are visible, of 2" in capsys.readouterr().err
+
+
+def test_chart_is_drawn(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        pytest.importorskip("matplotlib.figure").Figure, "savefig", lambda f, *_, **__: figures.append(f)
+    )
+    rows = [
+        {"case": "mor", "gpus": gpus, "parallel": kind, "failed": failed, "tokens_per_second": speed}
+        for gpus, kind, failed, speed in [(1, "ddp", None, 100.0), (2, "ddp", None, 190.0), (2, "fsdp", "why", None)]
+    ]
+    scaling.compare(rows)
+    scaling.chart({"environment": {"card": "A", "torch": "2", "triton": "3"}, "rows": rows}, tmp_path / "chart.png")
+    (axes,) = figures[0].axes
+    assert [bar.get_width() for bar in axes.patches] == [100.0, 190.0]
+    assert [line.get_xdata()[0] for line in axes.lines] == [pytest.approx(200.0)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["mor, 1 GPU", "mor, 2 GPUs, ddp"]

@@ -133,3 +133,34 @@ def test_equals_reference(fields, mode, mask):
     for key, gradient in separate(present, model.config).items():
         expected = torch.zeros_like(gradient) if weights[key].grad is None else weights[key].grad
         torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-10, msg=f"gradient of {key}")
+
+
+@pytest.mark.parametrize("mode", ["topk", "threshold"])
+@pytest.mark.parametrize(
+    "fields",
+    [EXPERT, {**EXPERT, "aux": "router", "router_arch": "mlp", "router_temperature": 2.0}, TOKEN,
+     {**TOKEN, "balance": "loss_free"}, {"num_hidden_layers": 3}],
+    ids=name,
+)  # fmt: skip
+def test_router_logits_are_what_the_reference_chose_by(fields, mode):
+    model, oracle, _ = pair(fields)
+    tokens = torch.randint(TINY["vocab_size"], (4, 9), generator=torch.Generator().manual_seed(1))
+    mask = MASKS["ragged"]
+    got = model(tokens, attention_mask=mask, mode=mode, router_logits=True)
+    assert model(tokens, attention_mask=mask, mode=mode).router_logits is None
+    if "router" not in fields:
+        assert got.router_logits is None
+        return
+    want = torch.full((*tokens.shape, 3), torch.nan, dtype=torch.float64)
+    for row, real, ids in zip(want, mask, tokens):
+        columns = real.nonzero()[:, 0]
+        if not len(columns):
+            continue
+        trace = oracle.run_sequence(ids[columns], mode, model.kept(9))
+        if trace.choice is not None:
+            row[columns] = trace.choice.logits[0].detach()
+        auxiliary = fields.get("aux") == "router" and mode == "threshold"
+        for r, logits in enumerate(trace.aux_logits if auxiliary else trace.router_logits):
+            row[columns[trace.candidates[r]], r] = logits.detach()
+    # float64 on both sides: only the order of sums differs
+    torch.testing.assert_close(got.router_logits, want, rtol=1e-9, atol=1e-12, equal_nan=True)
