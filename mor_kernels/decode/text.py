@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer; those of the libraries tokenizers and transformers have it."""
+
+    def decode(self, ids: list[int], /) -> str: ...
+    def encode(self, text: str, /) -> Any: ...  # ids, or an object with `.ids`
 
 
 class TextStream:
@@ -12,8 +20,7 @@ class TextStream:
     part of either is held back. The pieces joined are the text, cut off before the first stop string to be completed.
     """
 
-    def __init__(self, tokenizer, stop: Sequence[str] = ()):
-        """tokenizer: anything with `decode(ids) -> str`."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.decode, self.stop = tokenizer.decode, stop
         self.window: list[int] = []  # the last tokens; some tokenizers decode a token differently at the very start
         self.settled = 0  # tokens at the front of the window whose text is out, kept as context
