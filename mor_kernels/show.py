@@ -6,6 +6,7 @@ import html
 import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 # from few recursions to many; xterm-256 colour and the like for a page, both readable on light and dark
 _ANSI = (39, 78, 178, 208, 197, 165)
@@ -16,7 +17,7 @@ def _place(depth: int, num_recursions: int) -> int:
     return round((depth - 1) * (len(_ANSI) - 1) / max(num_recursions - 1, 1))
 
 
-def use_color(choice: str = "auto", stream=None) -> bool:
+def use_color(choice: str = "auto", stream: TextIO | None = None) -> bool:
     """ "always", "never", or "auto": on a terminal unless NO_COLOR is set."""
     if choice == "auto":
         return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    def decode(self, ids: list[int], /) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
     """What the engine asks of a tokenizer; those of the libraries tokenizers and transformers have it."""
 
-    def decode(self, ids: list[int], /) -> str: ...
     def encode(self, text: str, /) -> Any: ...  # ids, or an object with `.ids`
 
 
@@ -20,7 +23,7 @@ class TextStream:
     part of either is held back. The pieces joined are the text, cut off before the first stop string to be completed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
         self.decode, self.stop = tokenizer.decode, stop
         self.window: list[int] = []  # the last tokens; some tokenizers decode a token differently at the very start
         self.settled = 0  # tokens at the front of the window whose text is out, kept as context
