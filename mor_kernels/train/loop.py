@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 # Before a process group is made: imported afterwards, as TorchDynamo does, the defaults of its functions hold the group
 # for ever, and gloo's threads still run when the process exits, which aborts it now and then.
-import torch.distributed.nn  # noqa: F401
+import torch.distributed.nn
 from tqdm import tqdm
 
 from ..doctor import package_version
