@@ -99,6 +99,7 @@ def _score_batch(model: MoR, rows: list[Request], mode: str, device: torch.devic
     numbers = [row * longest + len(read) - len(continuation) + i
                for row, (read, continuation) in enumerate(rows) for i in range(len(continuation))]  # fmt: skip
     places = torch.tensor(numbers, device=device)
+    assert output.logits is not None  # which are asked for by default
     logits = output.logits.flatten(0, 1)
     likelihoods, hits = [], []
     for place, token in zip(*(t.split(max(1, _CHUNK // logits.shape[1])) for t in (places, wanted))):

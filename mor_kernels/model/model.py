@@ -281,6 +281,9 @@ class MoR(nn.Module):
                 values = torch.where(real[..., None], values.gather(1, back[..., None].expand_as(values)), 0)
         return MoROutput(values, loss, losses, depths, metrics)
 
+    if TYPE_CHECKING:
+        __call__ = forward  # nn.Module's may return anything
+
     def _enter(self, input_ids: Tensor, ends: BatchedKeyValues) -> tuple[Tensor, Tensor]:
         """States entering the first recursion, and positions."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)

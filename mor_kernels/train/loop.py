@@ -479,7 +479,9 @@ class Trainer:
         """`sizes` of what each recursion takes: the model's `ks`, or its `bounds` for token-choice."""
         name = "bounds" if self.model.config.router == "token_choice" else "ks"
         with self._precision():
-            output = self.model(inputs, targets=targets, logits=False, **{name: sizes})
+            taken: dict[str, Any] = {name: sizes}
+            output = self.model(inputs, targets=targets, logits=False, **taken)
+            assert output.loss is not None  # since there are targets
             (output.loss / self.config.accumulation).backward()
         terms = {"loss": output.loss, **output.losses, **output.metrics}
         self.names = [*terms, "gradient_norm"]

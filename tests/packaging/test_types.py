@@ -3,9 +3,11 @@
 import inspect
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from typing_extensions import assert_type
 
 from mor_kernels import decode, evaluate, model, ops, show, train
-from mor_kernels.model.model import MoR
 
 
 def functions(module):
@@ -43,5 +45,17 @@ def test_what_has_no_type_is_found():
         return a
 
     assert lacking(half) == ["b", "args", "return"]
-    assert "MoR.forward" in dict(functions(model)) and lacking(MoR.forward) == []
+    assert "MoR.forward" in dict(functions(model)) and lacking(model.MoR.forward) == []
     assert "Pages.new" in dict(functions(ops)) and "Completion.__init__" in dict(functions(decode))
+
+
+def for_mypy_alone(x: torch.Tensor, mor: model.MoR, tokenizer: Tokenizer) -> None:
+    """Nobody calls this: results as a user's type checker sees them."""
+    assert_type(ops.attention(x, x, x), torch.Tensor)
+    assert_type(ops.attention(x, x, x, return_lse=True), tuple[torch.Tensor, torch.Tensor])
+    assert_type(ops.rope(x, x), torch.Tensor)
+    assert_type(ops.rope((x, x), x), tuple[torch.Tensor, torch.Tensor])
+    assert_type(ops.decode_linear(x, x), torch.Tensor)
+    assert_type(ops.route(x, x, 3).indices, torch.Tensor)
+    assert_type(mor(x, x), model.MoROutput)
+    assert_type(decode.Engine(mor, tokenizer=tokenizer).generate(["text"]), list[decode.Completion])
