@@ -7,13 +7,23 @@ from typing import Any, Protocol
 
 
 class Decoder(Protocol):
-    def decode(self, ids: list[int], /) -> str: ...
+    """What :class:`TextStream` asks of a tokenizer."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """The text of tokens."""
+        ...
 
 
-class Tokenizer(Decoder, Protocol):
-    """What the engine asks of a tokenizer; those of the libraries tokenizers and transformers have it."""
+class Tokenizer(Protocol):
+    """What :class:`.Engine` asks of a tokenizer: those of the libraries tokenizers and transformers have it."""
 
-    def encode(self, text: str, /) -> Any: ...  # ids, or an object with `.ids`
+    def decode(self, ids: list[int], /) -> str:
+        """The text of tokens."""
+        ...
+
+    def encode(self, text: str, /) -> Any:
+        """The tokens of a prompt, or an object whose ``ids`` they are."""
+        ...
 
 
 class TextStream:

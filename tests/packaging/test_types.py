@@ -21,7 +21,8 @@ def functions(module):
             continue
         for method, member in vars(value).items():
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            if inspect.isfunction(function) and (method == "__init__" or not method.startswith("_")):
+            public = method == "__init__" or not method.startswith("_")
+            if public and inspect.isfunction(function) and function.__module__ != "typing":  # whence a Protocol's is
                 yield f"{name}.{method}", function
 
 
