@@ -375,6 +375,7 @@ class MoRConfig:
     def _router_size(self, outputs: int) -> int:
         if self.router_arch == "linear":
             return self.hidden_size * outputs
+        assert self.router_expansion is not None  # of a router that isn't linear
         hidden = self.hidden_size * self.router_expansion
         return hidden * (self.hidden_size + outputs)
 

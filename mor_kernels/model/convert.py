@@ -143,8 +143,8 @@ def dense_to_recursive(
             names = [f"layers.{i}.{rest}" for i in origin.get(int(layer), [])]
         elif name.startswith("norms."):  # each starts as the shared layer's would
             _, recursion, slot, rest = name.split(".", 3)
-            layer = config.recursion_layers[int(recursion)][int(slot)]
-            names = [f"layers.{i}.{rest}" for i in origin.get(layer, [])]
+            shared_layer = config.recursion_layers[int(recursion)][int(slot)]
+            names = [f"layers.{i}.{rest}" for i in origin.get(shared_layer, [])]
         elif name == "lm_head.weight":  # a tied dense checkpoint has the embedding only
             names = [name if name in dense else "embed_tokens.weight"]
         else:

@@ -180,6 +180,7 @@ class Router(nn.Module):
         if self.linear:
             self.weight = nn.Parameter(torch.empty(out, width))
         else:
+            assert config.router_expansion is not None  # as MoRConfig stores it
             hidden = width * config.router_expansion
             self.up = nn.Linear(width, hidden, bias=False)
             self.down = nn.Linear(hidden, out, bias=False)
