@@ -32,6 +32,7 @@ races: env
 
 lint: env
 	$(VPY) -m ruff check .
+	$(VPY) -m mypy
 
 docs: env
 	OMP_NUM_THREADS=1 $(VPY) -m sphinx -q -W --keep-going -b html docs build/docs

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 # A tiny model that learns the language reference of Python in about a minute on two cores.
 DEMO_MODEL = {
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a model into a folder; the same command again goes on with it.",
     )
     usage = train.format_help
-    train.format_help = lambda: usage() + _settings()  # only when asked for, since it imports PyTorch
+    train.format_help = lambda: usage() + _settings()  # type: ignore[method-assign]  # only when asked for, since it imports PyTorch
     add = train.add_argument
     add("out", type=Path, help="folder of the run: data, checkpoints, metrics, curves.png and the model")
     add("--config", type=Path, metavar="FILE.json", help="the options below from a file, such as an earlier run's "
@@ -267,7 +268,7 @@ def _train(options) -> int:
             )
         if rank == 0:
             _prepare(options, fields)
-        record = {"processes": count}
+        record: dict[str, Any] = {"processes": count}
         if dense:
             record["init"] = f"{init}:{how}"
         if options.tokenizer:
@@ -347,16 +348,16 @@ def _train_in_step(
     tokens = Tokens(out / "data")
     config = MoRConfig(**{"vocab_size": tokens.vocab_size, **fields})
     settings = {"sequence_length": min(512, config.max_position_embeddings), **settings}
-    settings = TrainConfig(data=str(out / "data"), out=str(out), **settings)
-    torch.manual_seed(settings.seed)
+    chosen = TrainConfig(data=str(out / "data"), out=str(out), **settings)
+    torch.manual_seed(chosen.seed)
     model = MoR.from_dense(dense, config, how) if dense else MoR(config)
     if rank == 0:
         parameters = sum(p.numel() for p in model.parameters())
         layers = f"{config.num_hidden_layers} layers unrolled, {config.num_unique_layers} of them unique"
         print(f"{parameters / 1e6:.2f} M parameters, {layers}, {len(tokens):,} tokens", flush=True)
-    trainer = Trainer(model, settings)
+    trainer = Trainer(model, chosen)
     if rank == 0:  # once the trainer has found that these settings belong to what is in the folder
-        _record(out, config, settings, record)
+        _record(out, config, chosen, record)
     trainer.run()
     if not trainer.interrupted:
         trainer.save_model(out / "model")
@@ -365,7 +366,9 @@ def _train_in_step(
     elif rank == 0:
         tokenizer = load_tokenizer(tokens.tokenizer_file)
         separator = separator_id(tokenizer)
-        write_tokenizer(out / "model", tokens.tokenizer_file, tokenizer.id_to_token(separator), separator,
+        text = tokenizer.id_to_token(separator)
+        assert text is not None  # as the id is
+        write_tokenizer(out / "model", tokens.tokenizer_file, text, separator,
                         config.max_position_embeddings)  # fmt: skip
         _summarise(trainer)
     return 130 if trainer.interrupted else 0
@@ -551,7 +554,7 @@ def _generate(options) -> None:
     with torch.inference_mode():
         engine = Engine(model, max_sequences=1, tokenizer=tokenizer, eos_token_id=separator_id(tokenizer))
         for i, prompt in enumerate(options.prompt or [""]):
-            depths = []
+            depths: list[int] = []
             for event in engine.stream(prompt, params):
                 if not depths:  # the prompt has been accepted
                     print(("\n\n" if i else "") + prompt, end="")

@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from .model import MoR
 from .ops._numeric import wide
 from .train.data import separator_id
 
@@ -35,7 +36,7 @@ class Score(NamedTuple):
 
 @torch.inference_mode()
 def score(
-    model, requests: Sequence[Request], *, mode: str = "threshold", batch_tokens: int | None = None,
+    model: MoR, requests: Sequence[Request], *, mode: str = "threshold", batch_tokens: int | None = None,
     progress: str | None = None,
 ) -> list[Score]:  # fmt: skip
     """The score of each request (context, continuation), lists of tokens, in their order.
@@ -65,13 +66,13 @@ def score(
         # the last token is predicted, but not read
         rows.append(([*context, *continuation][-limit - 1 : -1], continuation))
 
-    scores: list[Score | None] = [None] * len(rows)
+    scores: dict[int, Score] = {}
     with tqdm(total=len(rows), desc=progress, leave=False, disable=None if progress else True) as bar:
         for batch in _batches([len(read) for read, _ in rows], batch_tokens, padded=mode != "topk"):
             for i, value in zip(batch, _score_batch(model, [rows[i] for i in batch], mode, device)):
                 scores[i] = value
             bar.update(len(batch))
-    return scores
+    return [scores[i] for i in range(len(rows))]
 
 
 def _batches(lengths: list[int], batch_tokens: int, padded: bool) -> list[list[int]]:
@@ -86,7 +87,7 @@ def _batches(lengths: list[int], batch_tokens: int, padded: bool) -> list[list[i
     return batches
 
 
-def _score_batch(model, rows: list[Request], mode: str, device: torch.device) -> list[Score]:
+def _score_batch(model: MoR, rows: list[Request], mode: str, device: torch.device) -> list[Score]:
     longest = len(rows[0][0])
     ids = torch.tensor([[*read, *[0] * (longest - len(read))] for read, _ in rows], device=device)
     lengths = torch.tensor([len(read) for read, _ in rows], device=device)
@@ -95,9 +96,10 @@ def _score_batch(model, rows: list[Request], mode: str, device: torch.device) ->
 
     owner = torch.tensor([row for row, (_, continuation) in enumerate(rows) for _ in continuation], device=device)
     wanted = torch.tensor([token for _, continuation in rows for token in continuation], device=device)
-    places = [row * longest + len(read) - len(continuation) + i
-              for row, (read, continuation) in enumerate(rows) for i in range(len(continuation))]  # fmt: skip
-    places = torch.tensor(places, device=device)
+    numbers = [row * longest + len(read) - len(continuation) + i
+               for row, (read, continuation) in enumerate(rows) for i in range(len(continuation))]  # fmt: skip
+    places = torch.tensor(numbers, device=device)
+    assert output.logits is not None  # which are asked for by default
     logits = output.logits.flatten(0, 1)
     likelihoods, hits = [], []
     for place, token in zip(*(t.split(max(1, _CHUNK // logits.shape[1])) for t in (places, wanted))):
@@ -112,9 +114,9 @@ def _score_batch(model, rows: list[Request], mode: str, device: torch.device) ->
 
 
 def text_loss(
-    model, tokenizer: Tokenizer, documents: Iterable[str], *, window: int | None = None, stride: int | None = None,
-    limit: int | None = None, **options,
-) -> dict:  # fmt: skip
+    model: MoR, tokenizer: Tokenizer, documents: Iterable[str], *, window: int | None = None, stride: int | None = None,
+    limit: int | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The loss of documents, each read alone, after the token that separates documents.
 
     Args:
@@ -158,12 +160,13 @@ def text_loss(
             "window": window, "stride": stride}  # fmt: skip
 
 
-def read_task(path: str | Path, limit: int | None = None) -> list[dict]:
+def read_task(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The first ``limit`` examples of a task, a .jsonl or .jsonl.gz file with an example a line.
 
     A line is {"choices": [[context, continuation], ...], "gold": index}; "gold" of a single choice doesn't matter.
     """
-    path, examples = Path(path), []
+    path = Path(path)
+    examples: list[dict[str, Any]] = []
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if len(examples) == limit:
@@ -202,7 +205,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     return whole[: len(before)], whole[len(before) :]
 
 
-def task_accuracy(model, tokenizer: Tokenizer, examples: Sequence[dict], **options) -> dict:
+def task_accuracy(
+    model: MoR, tokenizer: Tokenizer, examples: Sequence[dict[str, Any]], **options: Any
+) -> dict[str, Any]:
     """Accuracy, zero-shot, on examples as :func:`read_task` gives them; ``options`` are those of :func:`score`.
 
     "acc" takes the choice whose continuation has the largest log-likelihood, "acc_norm" the largest for each byte of

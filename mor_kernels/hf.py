@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -57,7 +57,7 @@ _REFUSED = {"position_ids": "a token's position is its rank among those that att
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
-def _fail(name: str, expected: str, got: Any):
+def _fail(name: str, expected: str, got: Any) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
@@ -278,8 +278,9 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         elif os.path.exists(os.path.join(folder, "generation_config.json")):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         model.eval()
+        info: dict[str, list[Any]]
         info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
-        return (model, info) if with_info else model
+        return (model, info) if with_info else model  # type: ignore[return-value]  # as transformers has it
 
     # Generation
 
@@ -323,7 +324,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in extra.items():
             if value is not None and value is not False:
                 _fail(name, "nothing, since generate() has no such argument here", value)
-        params, rows = self._sampling(config), config.num_return_sequences or 1
+        drawn, rows = self._sampling(config), config.num_return_sequences or 1
         stops = config.eos_token_id
         stops = [] if stops is None else [int(stop) for stop in torch.as_tensor(stops).flatten()]
         if input_ids is None:
@@ -353,7 +354,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
 
         input_ids, mask = (t.repeat_interleave(rows, 0) for t in (input_ids, mask.bool()))
         prompts = [ids[real].tolist() for ids, real in zip(input_ids.cpu(), mask.cpu())]
-        params = SamplingParams(max_tokens=limit, stop_token_ids=stops, stop=words, **params)
+        params = SamplingParams(max_tokens=limit, stop_token_ids=stops, stop=words, **drawn)
         engine = self._engine_for(len(prompts))
         engine.tokenizer, engine.bos_token_id = tokenizer if words else None, config.bos_token_id
         pad = pad if pad is not None else stops[0] if stops else 0
@@ -411,8 +412,8 @@ class _Rows:
 
     def upto(self, count: int) -> torch.Tensor:
         new = [row[:count] + [self.pad] * (count - len(row[:count])) for row in self.tokens]
-        new = torch.tensor(new, dtype=torch.int64, device=self.prompts.device).view(len(new), count)
-        return torch.cat((self.prompts.long(), new), 1)
+        ids = torch.tensor(new, dtype=torch.int64, device=self.prompts.device).view(len(new), count)
+        return torch.cat((self.prompts.long(), ids), 1)
 
     def run(self, engine: Engine, prompts, params: SamplingParams, max_time: float | None) -> None:
         start, ids = time.monotonic(), []

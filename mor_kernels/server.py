@@ -156,6 +156,7 @@ def _plan(body: CompletionRequest, engine: Engine, max_choices: int) -> list[_Pr
             )
         text = ""
         if body.echo:
+            assert engine.tokenizer is not None  # as create_app has checked
             text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids)
         found.append(_Prompt(ids, text, params))
     return found
@@ -294,9 +295,10 @@ def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list:
     found: list = [(None, None)]
     if len(ids) > 1:
         tokens = torch.tensor([ids], device=engine.device)
-        logits = engine.model(tokens[:, :-1]).logits[0]
+        logits = engine.model(tokens[:, :-1]).logits
+        assert logits is not None  # which are asked for by default
         step = max(1, _CHUNK // logits.shape[-1])
-        for chunk, following in zip(logits.split(step), tokens[0, 1:].split(step)):
+        for chunk, following in zip(logits[0].split(step), tokens[0, 1:].split(step)):
             chosen, values, others = (t.tolist() for t in log_probabilities(chunk, following, top))
             found += [(c, tuple(zip(o, v))) for c, v, o in zip(chosen, values, others)]
     return found

@@ -8,7 +8,13 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+if TYPE_CHECKING:  # not needed to colour a text
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from .model import MoRConfig
 
 # From few recursions to many. In the terminal, xterm-256 colours that can be read on light and dark. On a page, colours
 # whose lightness alone tells the order, so that they stay apart without colour vision and in grey; a light page takes
@@ -37,7 +43,7 @@ def _recursions(count: int) -> str:
 # Terminal
 
 
-def use_color(choice: str = "auto", stream=None) -> bool:
+def use_color(choice: str = "auto", stream: TextIO | None = None) -> bool:
     """ "always", "never", or "auto": on a terminal unless NO_COLOR is set."""
     if choice == "auto":
         return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
@@ -116,8 +122,8 @@ i::before {{ content: "\\21b5"; font-style: normal; opacity: .6 }}
 
 
 def _span(token: Token) -> str:
-    facts = [repr(token.text) if token.text else "part of a character", f"id {token.id}", _recursions(token.depth)]
-    facts = html.escape(" · ".join(facts + [token.scores] * bool(token.scores)))
+    said = [repr(token.text) if token.text else "part of a character", f"id {token.id}", _recursions(token.depth)]
+    facts = html.escape(" · ".join(said + [token.scores] * bool(token.scores)))
     # a parser would make a line feed of "\r", and drops "\0", which can't be written; a line's end is marked
     text = html.escape(token.text).replace("\r", "&#13;").replace("\0", "\u2400").replace("\n", "<i></i>\n")
     return f'<span class="d{token.depth}" title="{facts}">{text}</span>'
@@ -136,7 +142,7 @@ def _rule(depth: int, color: str) -> str:
 # Router scores
 
 
-def words_for(config) -> tuple[str, str]:
+def words_for(config: MoRConfig) -> tuple[str, str]:
     """What became of a token at a recursion, or of a depth for a token."""
     return ("kept", "dropped") if config.router == "expert_choice" else ("chosen", "not chosen")
 
@@ -149,11 +155,11 @@ class Scores(NamedTuple):
     dropped: list[float]
 
 
-def score_name(config) -> str:
+def score_name(config: MoRConfig) -> str:
     return "router logit" if config.router == "expert_choice" else "probability"
 
 
-def scores(router_logits, config):
+def scores(router_logits: Tensor, config: MoRConfig) -> Tensor:
     """What is shown of ``MoROutput.router_logits`` (..., Nr): expert-choice the logits, which decide; token-choice the
     probabilities of the depths."""
     if config.router == "expert_choice":
@@ -161,13 +167,13 @@ def scores(router_logits, config):
     return router_logits.softmax(-1) if config.router_activation == "softmax" else router_logits.sigmoid()
 
 
-def describe(values: Sequence[float], config) -> str:
+def describe(values: Sequence[float], config: MoRConfig) -> str:
     """A token's scores (Nr), as far as it got, in words."""
     plural = {"router logit": "router logits", "probability": "probabilities"}[score_name(config)]
     return f"{plural} " + ", ".join(f"{value:.2f}" for value in values if not math.isnan(value))
 
 
-def split_scores(values, depths, config) -> list[Scores]:
+def split_scores(values: Tensor, depths: Tensor, config: MoRConfig) -> list[Scores]:
     """Scores (n, Nr) of tokens of depths (n,) by what became of the tokens.
 
     Expert-choice: at each recursion the tokens that it kept, and those that it dropped of what the one before kept.
@@ -196,13 +202,13 @@ def require_plot() -> None:
         raise ImportError("--png: expected matplotlib to be installed (pip install mor-kernels[plot])") from None
 
 
-def _figure(**settings):
+def _figure(**settings: Any) -> Figure:
     from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
 
     return Figure(layout="constrained", **settings)
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     from .train.checkpoint import write_atomic
 
     write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=110))
@@ -224,7 +230,9 @@ def depth_chart(depths: Sequence[int], num_recursions: int, path: Path, title: s
     _save(figure, path)
 
 
-def score_chart(found: Sequence[Scores], config, path: Path, title: str, threshold: float | None) -> None:
+def score_chart(
+    found: Sequence[Scores], config: MoRConfig, path: Path, title: str, threshold: float | None
+) -> None:
     """A PNG with a panel for each of ``found``: histograms of what was kept and of what was dropped, on the same bins;
     and a line at ``threshold``, the score above which decoding goes on."""
     figure = _figure(figsize=(2.9 * len(found) + 0.4, 3.4))

@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import (  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,13 +30,13 @@ from transformers import (  # noqa: E402
     set_seed,
 )
 
-from mor_kernels import hf  # noqa: E402
-from mor_kernels.decode import Engine, SamplingParams  # noqa: E402
-from mor_kernels.evaluate import task_accuracy  # noqa: E402
-from mor_kernels.hf import MoRCallback, MoRConfig, MoRForCausalLM  # noqa: E402
-from mor_kernels.model import MoR  # noqa: E402
-from mor_kernels.model import MoRConfig as Config  # noqa: E402
-from mor_kernels.model.hugging_face import write_tokenizer  # noqa: E402
+from mor_kernels import hf
+from mor_kernels.decode import Engine, SamplingParams
+from mor_kernels.evaluate import task_accuracy
+from mor_kernels.hf import MoRCallback, MoRConfig, MoRForCausalLM
+from mor_kernels.model import MoR
+from mor_kernels.model import MoRConfig as Config
+from mor_kernels.model.hugging_face import write_tokenizer
 
 # alpha and initializer_range are so large that routing and logits matter
 TINY = {

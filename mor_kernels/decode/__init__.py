@@ -2,5 +2,6 @@
 
 from .engine import Completion, Engine, Event, QueueFull
 from .sampler import SamplingParams
+from .text import Tokenizer
 
-__all__ = ["Completion", "Engine", "Event", "QueueFull", "SamplingParams"]
+__all__ = ["Completion", "Engine", "Event", "QueueFull", "SamplingParams", "Tokenizer"]

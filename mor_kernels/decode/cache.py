@@ -14,11 +14,14 @@ All state is on the device, and nothing here waits for it but what says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..model.config import MoRConfig
+from ..model.layers import Attention, Normed, Project, RMSNorm
 
 
 class OutOfPages(RuntimeError):
@@ -32,11 +35,23 @@ class PagePool:
     pages, the state, see ops.Pages. A flat slot is page * page_size + offset.
     """
 
-    def __init__(self, layers, rows, num_pages, page_size, max_length, kv_heads, head_dim, dtype, device):
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        num_pages: int,
+        page_size: int,
+        max_length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         shape = (layers, num_pages, page_size, kv_heads, head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
-        self.k_scale = self.v_scale = None
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
         if dtype == torch.float8_e4m3fn:
             self.k_scale, self.v_scale = torch.ones(2, layers, kv_heads, device=device)
         self.page_size, self.num_pages = page_size, num_pages
@@ -76,31 +91,40 @@ class PagePool:
             raise OutOfPages(f"rows: need {need} pages, {free} of {self.num_pages} are free")
         return taken
 
-    def append(self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, theta: float):
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, theta: float
+    ) -> Tensor:
         """Turn q (n, H, d) and k by the positions (n,) and write k, v (n, G, d) into `slots` (n,); -1 goes nowhere.
 
         Returns the turned queries.
         """
-        return ops.kv_append_(
+        turned = ops.kv_append_(
             k, v, self.k[layer], self.v[layer], slots, positions=positions, theta=theta, q=q, **self._scales(layer)
         )
+        assert turned is not None  # with q
+        return turned
 
-    def attend(self, layer: int, q: Tensor, page_table: Tensor, k_lens: Tensor, by_slot=False, **options) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, page_table: Tensor, k_lens: Tensor, by_slot: bool = False, **options: Any
+    ) -> Tensor:
         """ops.paged_attention of q; the page table has a page for each entry, or by_slot a flat slot for each token."""
-        caches = self.k[layer], self.v[layer]
+        k, v = self.k[layer], self.v[layer]
         if by_slot:  # pages of one token
-            caches = (t.view(-1, 1, *t.shape[2:]) for t in caches)
-        return ops.paged_attention(q, *caches, page_table, k_lens, **options, **self._scales(layer))
+            k, v = (t.view(-1, 1, *t.shape[2:]) for t in (k, v))
+        return ops.paged_attention(q, k, v, page_table, k_lens, **options, **self._scales(layer))
 
     def calibrate(self, other: PagePool, anew: bool) -> None:
         """Scale each head so that the largest number that ``other``, a pool of the same layers, holds becomes e4m3's;
         scales that are larger stay, but anew."""
         for scales, cache in ((self.k_scale, other.k), (self.v_scale, other.v)):
+            assert scales is not None  # of float8
             wanted = cache.abs().amax((1, 2, 4)).float() / torch.finfo(self.k.dtype).max
             scales.copy_(torch.where(wanted > 0, wanted, 1) if anew else torch.maximum(scales, wanted))
 
-    def _scales(self, layer: int) -> dict[str, Tensor]:
-        return {} if self.k_scale is None else {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
+    def _scales(self, layer: int) -> dict[str, Any]:
+        if self.k_scale is None or self.v_scale is None:
+            return {}
+        return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
 
     def commit(self, rows: Tensor, cu_seqlens: Tensor) -> None:
         """Count the tokens written since `prepare` as part of their rows; rows of -1 are passed over."""
@@ -134,10 +158,11 @@ class Plan:
 
     def only(self, lanes: Tensor) -> Plan:
         """The plan for some of the lanes (R,) bool, of one token each; the others are padding."""
+        assert self.taken is not None
         taken = self.taken._replace(slots=torch.where(lanes, self.taken.slots, -1))
         return replace(self, rows=torch.where(lanes, self.rows, -1), taken=taken, schedule=None, beside=None)
 
-    def attend(self, slot: int, project, heads: int, positions: Tensor, theta: float) -> Tensor:
+    def attend(self, slot: int, project: Project, heads: int, positions: Tensor, theta: float) -> Tensor:
         """Attention at layer `slot` of the pool for n tokens' queries; see model.layers.Attend."""
         if self.taken is None:
             q = ops.rope(project(keys=False), positions, theta)
@@ -148,20 +173,29 @@ class Plan:
             q = self.pool.append(slot, q, k, v, self.taken.slots, positions, theta)
         return self._look(slot, q)
 
-    def serve(self, slot: int, x: Tensor, normed, attention, norm, positions: Tensor, theta: float) -> Tensor:
+    def serve(
+        self,
+        slot: int,
+        x: Tensor,
+        normed: Normed | None,
+        attention: Attention,
+        norm: RMSNorm,
+        positions: Tensor,
+        theta: float,
+    ) -> Tensor:
         """The same for few tokens x (n, D), projection included; see model.layers.Layer.serve."""
         weight, heads = attention.qkv_proj.weight, attention.heads
-        options = {"eps": norm.eps, "prefetch": True}
+        options: dict[str, Any] = {"eps": norm.eps, "prefetch": True}
         if normed is None:
             options["norm_weight"] = norm.weight
         else:
             x, options["squares"] = normed
         if self.taken is not None and self.pool.k_scale is None:
-            caches = self.pool.k[slot], self.pool.v[slot]
-            own = {"heads": heads, "positions": positions, "theta": theta}
-            return self._look(slot, ops.decode_qkv_(x, weight, *caches, self.taken.slots, **own, **options))
+            k, v = self.pool.k[slot], self.pool.v[slot]
+            options |= {"heads": heads, "positions": positions, "theta": theta}
+            return self._look(slot, ops.decode_qkv_(x, weight, k, v, self.taken.slots, **options))
 
-        def project(keys=True):
+        def project(keys: bool = True) -> Tensor:
             own = weight if keys else weight[: heads * attention.head_dim]
             return ops.decode_linear(x, own, **options).view(len(x), -1, attention.head_dim)
 
@@ -181,7 +215,7 @@ class Plan:
             self.k_lens, heads, k_cache.shape[2], queries, k_cache=k_cache, split=self.split, **self._runs()
         )
 
-    def _runs(self) -> dict[str, Tensor | None]:
+    def _runs(self) -> dict[str, Any]:
         return {"rows": self.rows, "cu_seqlens_q": None if self.each else self.cu_seqlens}
 
     def _look(self, slot: int, q: Tensor) -> Tensor:
@@ -225,15 +259,24 @@ class KVCache:
     recursion (hybrid_base="first") or at the last that it reached ("latest").
     """
 
-    def __init__(self, config, max_sequences, num_pages, end_pages, page_size, dtype, device):
-        """config: the model's MoRConfig; num_pages for the block, end_pages for its own first and last layers."""
+    def __init__(
+        self,
+        config: MoRConfig,
+        max_sequences: int,
+        num_pages: int,
+        end_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """num_pages for the block, end_pages for its own first and last layers."""
         self.recursions, self.kv, self.base = config.num_recursions, config.kv, config.hybrid_base
         self.rows_each = 1 if self.kv == "shared" else self.recursions
         length = config.max_position_embeddings
         shape = (page_size, length, config.num_key_value_heads, config.head_dim, dtype, device)
         self.block = PagePool(len(config.recursion_layers[0]), max_sequences * self.rows_each, num_pages, *shape)
         self.ends = PagePool(2, max_sequences, end_pages, *shape) if config.has_own_ends else None
-        self.seen = None
+        self.seen: Tensor | None = None
         self.batch_invariant = False  # whether attention of a token is computed without regard to any other
         if self.kv == "hybrid":
             # the slot that a recursion's tokens see at each position, a page table with a page a token; the rows of one
@@ -277,18 +320,21 @@ class KVCache:
             plan = Plan(self.block, positions, cu_seqlens, sequences, lengths[first], self.block.pages.page_table)
         else:
             plan = self._plan(self.block, grown, positions, cu_seqlens)
+            assert plan.taken is not None
             new = 1 if cu_seqlens is None else cu_seqlens.diff()
             plan.k_lens = lengths[first] + torch.where((recursions == 0) & (plan.taken.rows >= 0), new, 0)
             plan.rows = sequences
         plan.k_lens = torch.where(sequences >= 0, plan.k_lens, 0).int()
         plan.by_position = True
         if self.kv == "hybrid":
-            self._see(sequences, recursions, positions, cu_seqlens, plan.taken.slots)
-            plan.rows, plan.page_table, plan.by_slot = grown, self.seen.flatten(0, 1), True
+            assert plan.taken is not None
+            plan.page_table = self._see(sequences, recursions, positions, cu_seqlens, plan.taken.slots)
+            plan.rows, plan.by_slot = grown, True
         return self._alone(plan)
 
     def plan_ends(self, sequences: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None) -> Plan:
         """Plan the first layer (slot 0 of the pool) or the last (1), which write the same places; commit after both."""
+        assert self.ends is not None
         return self._alone(self._plan(self.ends, sequences, positions, cu_seqlens))
 
     def plan_place(self, positions: Tensor, lines: Tensor, places: Tensor, k_lens: Tensor) -> Plan | None:
@@ -297,20 +343,22 @@ class KVCache:
             return None
         return self._alone(self._placed(self.ends, positions, lines, places, k_lens))
 
-    def plan_pass(self, positions, recursion, line, row, slot, k_lens) -> Plan:
+    def plan_pass(
+        self, positions: Tensor, recursion: Tensor, line: Tensor, row: Tensor, slot: Tensor, k_lens: Tensor
+    ) -> Plan:
         """The same of a pass of the block; see ops.Lanes."""
         shared = self.kv == "shared"
         plan = self._placed(self.block, positions, line if shared else row, slot, k_lens)
         plan.by_position = self.kv != "recursion_wise"
         if self.kv == "hybrid":
-            self._see(line, recursion.clamp(min=0), positions, None, slot)
+            plan.page_table = self._see(line, recursion.clamp(min=0), positions, None, slot)
             plan.k_lens = torch.where(line >= 0, positions + 1, 0).int()
-            plan.page_table, plan.by_slot = self.seen.flatten(0, 1), True
+            plan.by_slot = True
         return self._alone(plan)
 
     @staticmethod
-    def _placed(pool, positions, rows, slots, k_lens) -> Plan:
-        taken = ops.Taken(slots, rows, k_lens, None)
+    def _placed(pool: PagePool, positions: Tensor, rows: Tensor, slots: Tensor, k_lens: Tensor) -> Plan:
+        taken = ops.Taken(slots, rows, k_lens, None)  # type: ignore[arg-type]  # nobody asks what was refused
         return Plan(pool, positions, None, rows, k_lens, pool.pages.page_table, taken)
 
     def free(self, sequences: Tensor) -> None:
@@ -321,7 +369,7 @@ class KVCache:
             self.ends.free(sequences)
 
     @staticmethod
-    def _plan(pool, rows, positions, cu_seqlens) -> Plan:
+    def _plan(pool: PagePool, rows: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Plan:
         taken = pool.prepare(rows, _offsets(rows, cu_seqlens), len(positions))
         return Plan(pool, positions, cu_seqlens, taken.rows, taken.k_lens, pool.pages.page_table, taken)
 
@@ -339,8 +387,14 @@ class KVCache:
                 plan.each = True
         return plan
 
-    def _see(self, sequences, recursions, positions, cu_seqlens, slots) -> None:
-        """Note where the keys stand that count for a position at its own recursion, and for now at later ones."""
+    def _see(
+        self, sequences: Tensor, recursions: Tensor, positions: Tensor, cu_seqlens: Tensor | None, slots: Tensor
+    ) -> Tensor:
+        """Note where the keys stand that count for a position at its own recursion, and for now at later ones.
+
+        Returns the page table of that.
+        """
+        assert self.seen is not None  # kv="hybrid"
         spare = self.seen.shape[0] - 1
         if cu_seqlens is not None:
             _, lane = _lanes(positions, cu_seqlens)
@@ -350,3 +404,4 @@ class KVCache:
         counts &= slots[:, None] >= 0
         place = torch.where(counts, sequences[:, None], spare), later.expand_as(counts)
         self.seen[(*place, positions[:, None].expand_as(counts))] = slots[:, None].expand_as(counts).int()
+        return self.seen.flatten(0, 1)

@@ -19,19 +19,20 @@ import math
 import operator
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..model import MoR
 from ..ops.advance._fields import NOTHING
-from .cache import KVCache
+from .cache import KVCache, PagePool
 from .program import TICKS, Lane, Program
 from .sampler import SamplingParams
-from .text import TextStream
+from .text import TextStream, Tokenizer
 
 SMALL = 128  # slots of a tick up to which the time between two launches counts beside it
 AHEAD = 3  # launches that may be under way when the host waits for the oldest
@@ -103,6 +104,9 @@ class _Flight:
     counts: np.ndarray | int  # tokens that the slots' rows may grow by
     ticks: tuple[np.ndarray, ...] = ()  # their records; none of a chunk
 
+    def is_over(self) -> bool:
+        return self.there is None or self.there.query()
+
 
 _new_event = tuple.__new__  # Event's own takes twice as long
 _BINS = 400  # from a microsecond to more than a minute
@@ -139,7 +143,7 @@ class Engine:
         ValueError: an argument is out of range; the message names it.
     """
 
-    _recorded = None  # see Program
+    _recorded: Callable[[Tensor, Tensor], Tensor] | None = None  # see Program
 
     def __init__(
         self,
@@ -151,12 +155,12 @@ class Engine:
         page_size: int = 16,
         cache_dtype: torch.dtype | None = None,
         prefill_chunk: int = 512,
-        tokenizer=None,
+        tokenizer: Tokenizer | None = None,
         eos_token_id: int | None = None,
         bos_token_id: int | None = None,
         max_waiting: int = 1024,
         batch_invariant: bool = False,
-    ):
+    ) -> None:
         sizes = {"max_sequences": max_sequences, "page_size": page_size, "prefill_chunk": prefill_chunk}
         sizes["max_waiting"] = max_waiting
         sizes |= {n: v for n, v in (("num_pages", num_pages), ("cache_bytes", cache_bytes)) if v is not None}
@@ -212,17 +216,18 @@ class Engine:
         self._intervals = np.zeros(_BINS, np.int64)  # between tokens of a request, a bin for each twentieth more
         self._events: list[Event] = []  # of the step that is under way
 
-    def _new_cache(self, num_pages, cache_bytes, page_size, dtype) -> KVCache:
+    def _new_cache(self, num_pages: int | None, cache_bytes: int | None, page_size: int, dtype: torch.dtype) -> KVCache:
         c = self.config
         rows = 1 if c.kv == "shared" else c.num_recursions
         full = self.max_sequences * -(-c.max_position_embeddings // page_size)
         # every token takes a place in the ends and, in the mean, this many in the block
+        places: float
         if c.kv == "shared" or c.router == "none":
             places = rows
         else:
             places = sum(c.capacities) if c.capacities else (rows + 1) / 2
 
-        def new(num_pages, device):
+        def new(num_pages: int, device: torch.device | str) -> KVCache:
             end_pages = min(full, int(num_pages / places) + 1)
             return KVCache(c, self.max_sequences, num_pages, end_pages, page_size, dtype, device)
 
@@ -247,8 +252,9 @@ class Engine:
         if self.running:
             raise ValueError(f"calibrate: expected no running request, got {len(self.running)}")
         probe = Engine(self.model, max_sequences=1, tokenizer=self.tokenizer, bos_token_id=self.bos_token_id)
-        pools = [(self.cache.block, probe.cache.block), (self.cache.ends, probe.cache.ends)]
-        pools = [(pool, other) for pool, other in pools if pool is not None]
+        pools = [(self.cache.block, probe.cache.block)]
+        if self.cache.ends is not None and probe.cache.ends is not None:
+            pools.append((self.cache.ends, probe.cache.ends))
         for _, other in pools:
             other.k.zero_()
             other.v.zero_()
@@ -288,7 +294,9 @@ class Engine:
                 )
         if len(self.waiting) >= self.max_waiting:
             raise QueueFull(f"max_waiting: {self.max_waiting} requests wait already")
-        eos = self.eos_token_id is not None and not params.ignore_eos
+        stops = set(params.stop_token_ids)
+        if self.eos_token_id is not None and not params.ignore_eos:
+            stops.add(self.eos_token_id)
         request = _Request(
             id=self._submitted,
             params=params,
@@ -297,7 +305,7 @@ class Engine:
             # the newest token of all would have no position
             end=min(len(tokens) + params.max_tokens, self.config.max_position_embeddings + 1),
             tokens=tokens,
-            stops=frozenset(params.stop_token_ids) | ({self.eos_token_id} if eos else set()),
+            stops=frozenset(stops),
             text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop),
             plain=self.tokenizer is None and params.logprobs is None,
         )
@@ -308,15 +316,16 @@ class Engine:
 
     def prompt_ids(self, prompt: Sequence[int] | str) -> list[int]:
         """The tokens that a prompt stands for, as `submit` takes them; any thread may ask. Raises ValueError, as it."""
+        ids: Sequence[Any] = prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a string")
             encoded = self.tokenizer.encode(prompt)
-            prompt = getattr(encoded, "ids", encoded)
+            ids = getattr(encoded, "ids", encoded)
         try:
-            tokens = [operator.index(token) for token in prompt]
+            tokens = [operator.index(token) for token in ids]
         except TypeError:
-            raise ValueError(f"prompt: expected token ids or a string, got {prompt!r}") from None
+            raise ValueError(f"prompt: expected token ids or a string, got {ids!r}") from None
         if not tokens:
             if self.bos_token_id is None:
                 raise ValueError("prompt: expected at least one token, since no bos or eos token id is known, got none")
@@ -353,8 +362,10 @@ class Engine:
             tokens=r.tokens[r.prompt_length :],
             text=None if r.text is None else "".join(e.text for e in r.events) + held,
             depths=r.depths,
-            logprobs=None if r.params.logprobs is None else [e.logprob for e in events],
-            top_logprobs=None if r.params.logprobs is None else [e.top_logprobs for e in events],
+            logprobs=None if r.params.logprobs is None else [e.logprob for e in events if e.logprob is not None],
+            top_logprobs=(
+                None if r.params.logprobs is None else [e.top_logprobs for e in events if e.top_logprobs is not None]
+            ),
             finish_reason=r.finish_reason,
         )
 
@@ -391,7 +402,7 @@ class Engine:
         Raises what submit does; then none of the prompts is served.
         """
         if params is None or isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
+            params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params: expected one, or one for each of {len(prompts)} prompts, got {len(params)}")
         ids = []
@@ -408,7 +419,7 @@ class Engine:
             raise
         return [self.collect(i) for i in ids]
 
-    def metrics(self) -> dict:
+    def metrics(self) -> dict[str, Any]:
         """Counts since the engine was made, and what it holds now.
 
         tokens generated, ticks (launches that advanced every slot), occupancy (mean share of the slots that took a pass
@@ -446,7 +457,7 @@ class Engine:
         later. Without work it does nothing.
         """
         with torch.no_grad(), self._on_device():
-            while self._flights and (len(self._flights) >= AHEAD or self._flights[0].there.query()):
+            while self._flights and (len(self._flights) >= AHEAD or self._flights[0].is_over()):
                 self._land(self._flights.popleft())
             self._admit()
             launched = self._prefill() + self._tick()
@@ -489,7 +500,7 @@ class Engine:
             if request.params.logprobs is not None:
                 self._wanting[request.id] = request.params.logprobs
 
-    def _pages_for(self, lengths: list[int]):
+    def _pages_for(self, lengths: list[int]) -> Iterator[tuple[PagePool, int]]:
         """For each pool, with what sequences of these lengths may take of it: every token at full depth."""
         pages = sum(-(-n // self.cache.block.page_size) for n in lengths)
         yield self.cache.block, pages * self.cache.rows_each
@@ -504,7 +515,7 @@ class Engine:
 
     def _fits(self, growth: np.ndarray) -> bool:
         pools = (self.cache.block, self.cache.ends)
-        return all(used <= pool.num_pages for used, pool in zip(self._pages_used(growth), pools))
+        return all(pool is None or used <= pool.num_pages for used, pool in zip(self._pages_used(growth), pools))
 
     def _prefill(self) -> bool:
         """Launch the next tokens of the prompts, oldest first; a prompt that is complete joins the ticks."""
@@ -512,8 +523,9 @@ class Engine:
         if not self._filling:
             return False
 
-        def chosen():
-            counts, budget = {}, self.prefill_chunk
+        def chosen() -> tuple[dict[_Request, int], np.ndarray]:
+            counts: dict[_Request, int] = {}
+            budget = self.prefill_chunk
             for r in self._filling.values():
                 if r.pending and budget:
                     counts[r] = min(budget, r.pending)
@@ -594,7 +606,9 @@ class Engine:
         """By how much each row may grow in a tick, once nothing is under way."""
         growth = np.zeros_like(self._lengths)
         for slot in np.flatnonzero(self._in_flight):
-            r, deeper, rows = self._at[slot], self._recursion[slot] + 1, self.cache.rows_each
+            r = self._at[slot]
+            assert r is not None
+            deeper, rows = self._recursion[slot] + 1, self.cache.rows_each
             if 0 < deeper < rows:
                 growth[r.slot, deeper] = 1
             if self._recursion[slot] == _FED or len(r.tokens) + 1 < r.end:
@@ -602,8 +616,15 @@ class Engine:
                 growth[r.slot, rows:] = 1
         return growth
 
-    def _launched(self, found, slots: np.ndarray, counts, ticks: tuple[np.ndarray, ...] = ()) -> None:
-        host, there = [], None
+    def _launched(
+        self,
+        found: Sequence[Tensor],
+        slots: np.ndarray,
+        counts: np.ndarray | int,
+        ticks: tuple[np.ndarray, ...] = (),
+    ) -> None:
+        host: list[np.ndarray] = []
+        there = None
         if self.device.type == "cpu":
             host = [t.numpy() for t in found]
         else:
@@ -629,6 +650,7 @@ class Engine:
         return self._serials[flight.slots] == flight.serials
 
     def _land_chunk(self, flight: _Flight) -> None:
+        assert isinstance(flight.counts, np.ndarray)
         end, live = 0, self._live(flight)
         for slot, count, there in zip(flight.slots, flight.counts, live):
             depths = flight.host[0][end : end + count]

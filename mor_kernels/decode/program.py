@@ -7,9 +7,11 @@ launches one for a whole tick. A lane is the state of a slot, and what isn't at 
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +43,8 @@ class _Tokens:
     gates: Tensor | None = None  # (n, Nr) gate at each recursion: token-choice
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _Tokens:
-        return _Tokens(*(None if t is None else function(t) for t in (getattr(self, f.name) for f in fields(self))))
+        each = (getattr(self, f.name) for f in fields(self))
+        return _Tokens(*(None if t is None else function(t) for t in each))  # type: ignore[arg-type]  # as they are here
 
     def put(self, index: Tensor | slice, tokens: _Tokens) -> None:
         for f in fields(self):
@@ -71,7 +74,14 @@ class Lane:
 class Program:
     """State of `max_sequences` slots, and the functions that advance it."""
 
-    def __init__(self, model: MoR, cache: KVCache, max_sequences: int, records: int, recorded: Callable | None = None):
+    def __init__(
+        self,
+        model: MoR,
+        cache: KVCache,
+        max_sequences: int,
+        records: int,
+        recorded: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         """records: ticks whose records are kept. recorded(positions, seeds) -> depths, all (n,) int64 from 1: of tokens
         that ticks compute, for a benchmark that wants them other than the router does."""
         self.recorded = recorded
@@ -97,12 +107,13 @@ class Program:
             self.tokens.entry = new(max_sequences + 1, width, dtype=dtype)
             self.tokens.gates = new(max_sequences + 1, recursions, dtype=score)
         # linear routers as depth_step_ takes them: those of the model and the auxiliary ones, (Nr, D) each, if any
-        self.routers = self.aux_routers = None
+        self.routers: Tensor | None = None
+        self.aux_routers: Tensor | None = None
         if self.config.router == "expert_choice" and self.config.router_arch == "linear" and self.config.gate != "none":
             self.tokens.logits = new(max_sequences, dtype=score)
             self.routers = new(recursions, width, dtype=model.routers[0].weight.dtype)
             self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
-        self.router_versions = None
+        self.router_versions: list[tuple[int, int]] | None = None
         self.ticks = 0  # launched
         self.told = torch.zeros(records, max_sequences, 3, dtype=torch.int64)  # in turn of each, see ops.advance_
         self.record = self.told.to(self.device)
@@ -112,8 +123,8 @@ class Program:
                 self.record = torch.as_tensor(_Mapped(self.told), device=self.device)
         self.logprobs: dict[int, tuple[Tensor, Tensor]] = {}  # by their number; see `tick`
         self.chunks: dict[int, _Chunk] = {}  # by size
-        self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] = {}
-        self.pool = None
+        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = {}
+        self.pool: Any = None  # the handle of their memory
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # Requests come and go between two launches
@@ -132,14 +143,14 @@ class Program:
 
     def end(self, slots: list[int]) -> None:
         """Free slots and their pages, of requests that didn't end by themselves."""
-        slots = self.ints(slots)
-        self.lanes.table[:7].index_fill_(1, slots, -1)
-        self.cache.free(slots)
+        ended = self.ints(slots)
+        self.lanes.table[:7].index_fill_(1, ended, -1)
+        self.cache.free(ended)
 
-    def ints(self, values: Iterable) -> Tensor:
+    def ints(self, values: Iterable[int]) -> Tensor:
         """int64 on the device; nothing waits for it."""
-        values = torch.tensor(list(values), dtype=torch.int64)
-        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
+        numbers = torch.tensor(list(values), dtype=torch.int64)
+        return numbers.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else numbers
 
     # Launches
 
@@ -150,9 +161,12 @@ class Program:
         Returns the record (S, 3) of each tick on the host, see :func:`ops.advance_`: it is there after the launch,
         and after as many more ticks as records are kept it is another's.
         """
-        self._run(
-            ("tick", n, leaving, logprobs, count), lambda: [self._tick(n, leaving, logprobs) for _ in range(count)]
-        )
+
+        def ticks() -> None:
+            for _ in range(count):
+                self._tick(n, leaving, logprobs)
+
+        self._run(("tick", n, leaving, logprobs, count), ticks)
         if self.record.data_ptr() != self.told.data_ptr():  # where the device can't write into the host's memory
             self.told.copy_(self.record, non_blocking=True)
         turns = range(self.ticks, self.ticks + count)
@@ -179,7 +193,7 @@ class Program:
         if size not in self.chunks:
             self.chunks[size] = _Chunk.new(size, min(size, self.lanes.table.shape[1]), self.device)
         chunk = self.chunks[size]
-        rows = [[], [], []]
+        rows: list[list[int]] = [[], [], []]
         for _, first, tokens, recorded in runs:
             for row, values in zip(rows, (tokens, range(first, first + len(tokens)), recorded)):
                 row += values
@@ -197,7 +211,7 @@ class Program:
         self._run(("prefill", size), lambda: self._prefill(chunk))
         return chunk.depths
 
-    def _run(self, key: tuple, function: Callable[[], None]) -> None:
+    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Do it; the second time it becomes a graph, since the first one compiles kernels."""
         self._load_routers()
         if self.device.type != "cuda":
@@ -207,17 +221,19 @@ class Program:
                 function()
             self.graphs[key] = None
         else:
-            if self.graphs[key] is None:
+            graph = self.graphs[key]
+            if graph is None:
                 graph = torch.cuda.CUDAGraph()
                 capture = torch.cuda.graph(graph, self.pool, side_stream(self.device), "thread_local")
                 with without_workspace(), capture:
                     function()
                 self.graphs[key], self.pool = graph, graph.pool()
-            self.graphs[key].replay()
+            graph.replay()
 
     def _load_routers(self) -> None:
         if self.routers is None:
             return
+        weights: list[list[Tensor]]
         weights = [[r.weight for r in routers] for routers in (self.model.routers, self.model.aux_routers)]
         versions = [(w.data_ptr(), w._version) for of in weights for w in of]
         if versions != self.router_versions:  # weights may be loaded between two launches
@@ -257,8 +273,9 @@ class Program:
             ids.copy_(top_ids)
         pages, end_pages = self.cache.block, self.cache.ends
         ids, positions, lanes, slots, keys = ops.advance_(
-            chosen, goes_on, ends.at, self.lanes, self.record, pages.pages, end_pages and end_pages.pages,
-            self.config.num_recursions, pages.page_size, shared=self.config.kv == "shared",
+            chosen, goes_on, ends.at, self.lanes, self.record, pages.pages,
+            None if end_pages is None else end_pages.pages, self.config.num_recursions, pages.page_size,
+            shared=self.config.kv == "shared",
         )  # fmt: skip
         first = self.cache.plan_place(positions, lanes, slots, keys)
         self._schedule_beside(leaving, first)
@@ -268,7 +285,8 @@ class Program:
         ops.enter_(tokens.x, new.x, lanes, tokens.logits, router, self.config.router_temperature)
 
     def _plan_last(self, ends: ops.Leaving) -> Plan | None:
-        return self.cache.plan_place(*(self._row(ends, name) for name in ("position", "line", "place")), ends.k_lens)
+        position, line, place = (self._row(ends, name) for name in ("position", "line", "place"))
+        return self.cache.plan_place(position, line, place, ends.k_lens)
 
     @staticmethod
     def _row(ends: ops.Leaving, name: str) -> Tensor:
@@ -276,7 +294,7 @@ class Program:
 
     def _schedule_beside(self, n: int, *plans: Plan | None) -> None:
         # elsewhere the memory would have to be kept longer
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.side is not None and torch.cuda.is_current_stream_capturing():
             for plan in filter(None, plans):
                 plan.schedule_beside(self.side, self.config.num_attention_heads, n)
 
@@ -285,7 +303,7 @@ class Program:
         size, cu_seqlens = chunk.tokens.shape[1], chunk.cu_seqlens
         ids, positions, recorded = chunk.tokens
         each = torch.arange(size, device=self.device)
-        ends = self.cache.ends and self.cache.plan_ends(chunk.slots, positions, cu_seqlens)
+        ends = None if self.cache.ends is None else self.cache.plan_ends(chunk.slots, positions, cu_seqlens)
         tokens = self._enter(ids, positions, recorded, ends)
         if self.routers is not None:
             tokens.logits = self.model.routers[0](tokens.x)[:, 0]
@@ -300,7 +318,7 @@ class Program:
                 order = order[: int(before[-1])]
                 if not len(order):
                     break
-            part, offsets = tokens.map(lambda t, order=order: t[order]), before[cu_seqlens.long()].int()
+            part, offsets = tokens.map(operator.itemgetter(order)), before[cu_seqlens.long()].int()
             plan = self.cache.plan(chunk.slots, recursion, part.positions, offsets)
             update = self.model.serve(part.x, recursion, part.positions, plan)
             plan.commit()
@@ -321,6 +339,7 @@ class Program:
         """Embedding and first layer; recorded (n,) depths, 0 for none. The linear router is left to `ops.enter_`."""
         tokens = _Tokens(positions, self.model.serve_first(self.model.embed_tokens(ids), positions, plan))
         if self.config.router == "token_choice":
+            assert self.config.alpha is not None  # as MoRConfig stores it
             _, depths, probs = self.model.choose_depths(tokens.x[None])
             tokens.last, tokens.entry, tokens.gates = depths[0], tokens.x.clone(), self.config.alpha * probs[0]
         if recorded is not None:
@@ -336,6 +355,7 @@ class Program:
         """
         model, config = self.model, self.config
         if self.routers is not None:
+            assert tokens.logits is not None and config.router_activation is not None and config.alpha is not None
             return ops.depth_step_(
                 tokens.x, update, tokens.logits, recursion, self.routers, last=tokens.last, replayed=tokens.replayed,
                 aux_weight=self.aux_routers, activation=config.router_activation, alpha=config.alpha,
@@ -352,6 +372,7 @@ class Program:
             wanted = self._at_recursions(model.goes_on, following, tokens.x)
             goes_on &= wanted if tokens.replayed is None else tokens.replayed | wanted
         elif config.router == "token_choice":
+            assert tokens.gates is not None and tokens.entry is not None
             gates = tokens.gates.gather(1, recursion[:, None]).squeeze(1)
             state = ops.scatter_back(
                 tokens.x, update, everyone, gates if config.gate == "every_step" else None, residual="none"
@@ -398,7 +419,7 @@ class _Chunk:
 class _Mapped:
     """Pinned memory for what takes a tensor of the device; if it isn't this device's to write, it makes a copy."""
 
-    def __init__(self, pinned: Tensor):
+    def __init__(self, pinned: Tensor) -> None:
         self.pinned = pinned
         self.__cuda_array_interface__ = {
             "shape": tuple(pinned.shape), "typestr": "<i8", "data": (pinned.data_ptr(), False), "version": 2,

@@ -42,15 +42,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
-    def __post_init__(self):
-        def need(ok: bool, name: str, expected: str):
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, expected: str) -> None:
             if not ok:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
-        def whole(value, low: int) -> bool:
+        def whole(value: object, low: int) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
-        def number(value) -> bool:
+        def number(value: object) -> bool:
             return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
         need(whole(self.max_tokens, 1), "max_tokens", "a whole number of at least 1")
@@ -58,8 +58,8 @@ class SamplingParams:
         need(whole(self.top_k, 0), "top_k", "a whole number of at least 0 (0 keeps all)")
         need(number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
         need(number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
-        seeded = whole(self.seed, 0) and self.seed < 2**63
-        need(self.seed is None or seeded, "seed", "None or a whole number in [0, 2**63)")
+        seeded = self.seed is None or whole(self.seed, 0) and self.seed < 2**63
+        need(seeded, "seed", "None or a whole number in [0, 2**63)")
         need(self.logprobs is None or whole(self.logprobs, 0), "logprobs", "None or a whole number of at least 0")
         need(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         ids, strings = self.stop_token_ids, self.stop

@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Decoder(Protocol):
+    """What :class:`TextStream` asks of a tokenizer."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """The text of tokens."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What :class:`.Engine` asks of a tokenizer: those of the libraries tokenizers and transformers have it."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """The text of tokens."""
+        ...
+
+    def encode(self, text: str, /) -> Any:
+        """The tokens of a prompt, or an object whose ``ids`` they are."""
+        ...
 
 
 class TextStream:
@@ -12,8 +33,7 @@ class TextStream:
     part of either is held back. The pieces joined are the text, cut off before the first stop string to be completed.
     """
 
-    def __init__(self, tokenizer, stop: Sequence[str] = ()):
-        """tokenizer: anything with `decode(ids) -> str`."""
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
         self.decode, self.stop = tokenizer.decode, stop
         self.window: list[int] = []  # the last tokens; some tokenizers decode a token differently at the very start
         self.settled = 0  # tokens at the front of the window whose text is out, kept as context

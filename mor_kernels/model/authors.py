@@ -10,7 +10,8 @@ import glob
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,7 +44,11 @@ SECTIONS = {
 SHARINGS = ("cycle", "sequence", "middle_cycle", "middle_sequence")
 
 
-def authors_config(source: str | os.PathLike | Mapping, dense=None, **changes) -> MoRConfig:
+def authors_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    dense: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> MoRConfig:
     """The configuration of a model that computes what the authors' code does by its configuration.
 
     Args:
@@ -56,7 +61,7 @@ def authors_config(source: str | os.PathLike | Mapping, dense=None, **changes) -
         ValueError: a name isn't known, or what it asks for isn't computed here; the message names it.
         ImportError: a YAML file, and no PyYAML.
     """
-    fields, dense = _read(source, dense)
+    fields, llama = _read(source, dense)
     root = _Section(fields, "")
     recursive, kv, relaxation, mor = (root.section(name) for name in ("recursive", "kv_sharing", "relaxation", "mor"))
     expert, token = mor.section("expert"), mor.section("token")
@@ -64,19 +69,19 @@ def authors_config(source: str | os.PathLike | Mapping, dense=None, **changes) -
         section.choice("enable", (True, False), False)
     relaxation.choice("enable", (False,), False)
 
-    dense |= (own := dict(root.get("model_config", {})))
+    llama |= (own := dict(root.get("model_config", {})))
     if "hidden_size" in own and "num_attention_heads" in own:
-        dense["head_dim"] = own["hidden_size"] // own["num_attention_heads"]
+        llama["head_dim"] = own["hidden_size"] // own["num_attention_heads"]
     if root.get("max_length") is not None:
-        dense["max_position_embeddings"] = root.get("max_length")
+        llama["max_position_embeddings"] = root.get("max_length")
 
     enabled = recursive.get("enable", False)
-    found = {"num_recursions": recursive.whole("num_recursion") if enabled else 1}
+    found: dict[str, Any] = {"num_recursions": recursive.whole("num_recursion") if enabled else 1}
     if enabled:
         found["sharing"] = recursive.choice("sharing", SHARINGS)
         found["share_norms"] = recursive.choice("ln_share", (True, False))
         if found["num_recursions"] == 1:  # a model of so many layers, each used once
-            dense["num_hidden_layers"] = recursive.whole("base_depth")
+            llama["num_hidden_layers"] = recursive.whole("base_depth")
             recursive.choice("sharing", ("cycle", "sequence"))
             found["share_norms"] = True
     routed = mor.get("enable", False)
@@ -107,13 +112,15 @@ def authors_config(source: str | os.PathLike | Mapping, dense=None, **changes) -
         else:
             recursive.choice("sharing", ("middle_cycle",))  # with "cycle" their model can't be called
             found |= _token_choice(token)
-    return MoRConfig.from_llama(dense, **{**found, **changes})
+    return MoRConfig.from_llama(llama, **{**found, **changes})
 
 
-def _expert_choice(root, mor, expert, recursions, changes):
+def _expert_choice(
+    root: _Section, mor: _Section, expert: _Section, recursions: int, changes: Mapping[str, Any]
+) -> dict[str, Any]:
     activation = expert.choice("router_func", (None, "sigmoid", "tanh"), None)
     sampling = expert.choice("sampling", (None, "aux_loss", "aux_router"), None)
-    found = {"router": "expert_choice", "rank": "score", "residual": "block"}
+    found: dict[str, Any] = {"router": "expert_choice", "rank": "score", "residual": "block"}
     found["router_activation"] = activation or "none"
     found["alpha"] = expert.number("alpha", above=0) if activation else 1.0  # without a function there is no scale
     found["gate"] = _gate(expert)
@@ -133,7 +140,7 @@ def _expert_choice(root, mor, expert, recursions, changes):
     return found
 
 
-def _cap_warmup_steps(root, expert):
+def _cap_warmup_steps(root: _Section, expert: _Section) -> int:
     """Optimizer steps; theirs counts forward passes, which are gradient_accumulation_steps a step."""
     passes = expert.get("cap_warmup_step")
     if passes is not None:
@@ -144,7 +151,7 @@ def _cap_warmup_steps(root, expert):
     return root.whole("num_warmup_steps", least=0)
 
 
-def _token_choice(token):
+def _token_choice(token: _Section) -> dict[str, Any]:
     activation = token.choice("router_func", ("softmax", "sigmoid"), "softmax")
     alpha = token.number("alpha", 1.0 if activation == "softmax" else 0.1, above=0)
     if token.get("bal_warmup_step"):
@@ -163,37 +170,37 @@ def _token_choice(token):
     }
 
 
-def _gate(section):
+def _gate(section: _Section) -> str:
     return "exit_only" if section.choice("gating", ("weighted", "additive"), "weighted") == "weighted" else "none"
 
 
 class _Section:
     """One level of their configuration. Entries that are null count as absent where there is a default."""
 
-    def __init__(self, fields, path):
+    def __init__(self, fields: Mapping[str, Any] | None, path: str) -> None:
         self.path, self.fields = path, {} if fields is None else fields
         if not isinstance(self.fields, Mapping):
             _fail(path or "config", "a mapping", type(fields).__name__)
         if unknown := sorted(map(str, self.fields.keys() - SECTIONS[path])):
             _fail(path or "config", "names that the authors' code knows", f"also {', '.join(unknown)}")
 
-    def section(self, name):
+    def section(self, name: str) -> _Section:
         return _Section(self.fields.get(name), f"{self.path}.{name}".lstrip("."))
 
-    def refuse(self, name, expected, got):
+    def refuse(self, name: str, expected: str, got: object) -> NoReturn:
         _fail(f"{self.path}.{name}".lstrip("."), expected, got)
 
-    def get(self, name, default=None):
+    def get(self, name: str, default: Any = None) -> Any:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def choice(self, name, allowed, *default):
+    def choice(self, name: str, allowed: Sequence[object], *default: object) -> Any:
         value = self.get(name, *default)
         if value not in allowed:
             self.refuse(name, " or ".join("null" if a is None else str(a) for a in allowed), repr(value))
         return value
 
-    def number(self, name, default=None, above=None):
+    def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
         value = self.get(name, default)
         try:
             found = float(value)  # 1e-5 is text to PyYAML
@@ -203,32 +210,35 @@ class _Section:
             self.refuse(name, "a number" if above is None else f"a number > {above}", repr(value))
         return found
 
-    def whole(self, name, least=1):
+    def whole(self, name: str, least: int = 1) -> int:
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.refuse(name, f"an integer of at least {least}", repr(value))
         return value
 
 
-def _read(source, dense):
+def _read(
+    source: str | os.PathLike[str] | Mapping[str, Any], dense: str | os.PathLike[str] | Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Their fields and the Llama's, the latter as a copy."""
     if not isinstance(source, Mapping) and os.path.isdir(source):
         files = _yaml_files(source)
         if len(files) != 1:
-            _fail(source, "the one YAML file of its training configuration beside the checkpoint", f"{files}")
+            _fail(str(source), "the one YAML file of its training configuration beside the checkpoint", f"{files}")
         source, dense = files[0], source if dense is None else dense
     if dense is None:
         _fail("dense", "the config.json of the Llama", "none")
-    if not isinstance(dense, Mapping):
-        dense = _parse(os.path.join(dense, "config.json") if os.path.isdir(dense) else dense)
-    return (source if isinstance(source, Mapping) else _parse(source)), dict(dense)
+    fields = source if isinstance(source, Mapping) else _parse(source)
+    if isinstance(dense, Mapping):
+        return fields, dict(dense)
+    return fields, dict(_parse(os.path.join(dense, "config.json") if os.path.isdir(dense) else dense))
 
 
-def _yaml_files(folder):
+def _yaml_files(folder: str | os.PathLike[str]) -> list[str]:
     return sorted(path for end in ("yaml", "yml") for path in glob.glob(os.path.join(folder, f"*.{end}")))
 
 
-def _parse(path):
+def _parse(path: str | os.PathLike[str]) -> Any:
     with open(path) as file:
         text = file.read()
     try:
@@ -246,7 +256,7 @@ def _parse(path):
         raise ValueError(f"{path}: expected a configuration, got: {error}") from None
 
 
-def is_authors(folder: str | os.PathLike) -> bool:
+def is_authors(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder is a checkpoint of the authors' code: Hugging Face's, and of their class or with a YAML file."""
     if not is_foreign(folder):
         return False
@@ -254,7 +264,9 @@ def is_authors(folder: str | os.PathLike) -> bool:
         return "MoRLlamaForCausalLM" in (json.load(file).get("architectures") or ()) or bool(_yaml_files(folder))
 
 
-def authors_to_state(source, config: MoRConfig, names) -> dict[str, torch.Tensor]:
+def authors_to_state(
+    source: str | os.PathLike[str] | dict[str, torch.Tensor], config: MoRConfig, names: Iterable[str]
+) -> dict[str, torch.Tensor]:
     """The tensors of ``names``, as files of ours have them, from a checkpoint of the authors' code.
 
     Their state dict has a shared layer once for each use. Copies that are missing, since whoever wrote the file left
@@ -268,11 +280,12 @@ def authors_to_state(source, config: MoRConfig, names) -> dict[str, torch.Tensor
     for own, copies in places.items():
         state[own] = _same(theirs, copies, name)
     if "router_bias" in state:  # see balance_coeff
+        assert config.alpha is not None  # as MoRConfig stores it
         state["router_bias"] = state["router_bias"].float() / config.alpha
     return state
 
 
-def _same(tensors, copies, source):
+def _same(tensors: Mapping[str, torch.Tensor], copies: Sequence[str], source: str) -> torch.Tensor:
     """What all of the copies that are there are."""
     there = [name for name in copies if name in tensors]
     if not there:
@@ -286,28 +299,28 @@ def _same(tensors, copies, source):
     return tensors[there[0]]
 
 
-def _places(config, names):
+def _places(config: MoRConfig, names: Iterable[str]) -> dict[str, list[str]]:
     """For each of our names those of its copies in their state dict (without ``model.`` in front)."""
     own, count = int(config.has_own_ends), config.num_recursions
     each = len(config.recursion_layers[0])
 
-    def layer(recursion, slot):
+    def layer(recursion: int, slot: int) -> str:
         if config.router == "expert_choice":
             return f"layers.{own + recursion}.block.{slot}"
         if config.router == "token_choice":
             return f"layers.{own}.block_list.{recursion}.{slot}"
         return f"layers.{own + recursion * each + slot}"
 
-    uses = {i: [] for i in range(config.num_unique_layers)}
-    for recursion, layers in enumerate(config.recursion_layers):
-        for slot, i in enumerate(layers):
-            uses[i].append(layer(recursion, slot))
+    uses: dict[int, list[str]] = {i: [] for i in range(config.num_unique_layers)}
+    for r, layers in enumerate(config.recursion_layers):
+        for place, unique in enumerate(layers):
+            uses[unique].append(layer(r, place))
     if own:
         blocks = {"expert_choice": count, "token_choice": 1, "none": count * each}[config.router]
         uses[0], uses[config.num_unique_layers - 1] = ["layers.0"], [f"layers.{1 + blocks}"]
 
     parts = {"weight": "weight", "up.weight": "0.weight", "down.weight": "2.weight"}
-    places = {}
+    places: dict[str, list[str]] = {}
     for name in names:
         kind, *rest = name.split(".", 1)
         if kind == "layers":

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from .hugging_face import describe
 
@@ -120,7 +121,7 @@ class MoRConfig:
     lora_rank: int = 0  #: per-recursion LoRA on query and value projections
     recursion_encoding: bool = False  #: a learned vector multiplies the output of each recursion
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 _fail(name, "one of " + ", ".join(allowed), repr(getattr(self, name)))
@@ -158,14 +159,14 @@ class MoRConfig:
             object.__setattr__(self, "alpha", 0.1 if expert else 1.0)
         capacities = self.capacities
         if capacities is None and expert:
-            capacities = [(self.num_recursions - r) / self.num_recursions for r in range(self.num_recursions)]
+            capacities = tuple((self.num_recursions - r) / self.num_recursions for r in range(self.num_recursions))
         if capacities is not None:
             if not isinstance(capacities, (list, tuple)):
                 _fail("capacities", "a number for each recursion", repr(capacities))
             object.__setattr__(self, "capacities", tuple(capacities))
-            self._check_capacities()
+            self._check_capacities(tuple(capacities))
 
-    def _check_depth(self):
+    def _check_depth(self) -> None:
         own = 2 if self.sharing.startswith("middle") else 0
         shared, recursions = self.num_hidden_layers - own, self.num_recursions
         if shared < recursions or shared % recursions:
@@ -179,20 +180,20 @@ class MoRConfig:
                 self.num_hidden_layers,
             )
 
-    def _check_capacities(self):
-        if len(self.capacities) != self.num_recursions:
-            _fail("capacities", f"{self.num_recursions} numbers, one a recursion", self.capacities)
-        for r, capacity in enumerate(self.capacities):
+    def _check_capacities(self, capacities: tuple[float, ...]) -> None:
+        if len(capacities) != self.num_recursions:
+            _fail("capacities", f"{self.num_recursions} numbers, one a recursion", capacities)
+        for r, capacity in enumerate(capacities):
             if not (isinstance(capacity, (int, float)) and 0 < capacity <= 1):
                 _fail(f"capacities[{r}]", "a number in (0, 1]", capacity)
-            if r and capacity > self.capacities[r - 1]:
-                _fail(f"capacities[{r}]", f"at most capacities[{r - 1}] = {self.capacities[r - 1]}, since a recursion "
+            if r and capacity > capacities[r - 1]:
+                _fail(f"capacities[{r}]", f"at most capacities[{r - 1}] = {capacities[r - 1]}, since a recursion "
                       "chooses among what the one before kept", capacity)  # fmt: skip
-        if self.capacities[0] != 1:
-            _fail("capacities[0]", "1.0, since every token takes the first recursion", self.capacities[0])
+        if capacities[0] != 1:
+            _fail("capacities[0]", "1.0, since every token takes the first recursion", capacities[0])
 
     @classmethod
-    def from_size(cls, size: str, **changes) -> MoRConfig:
+    def from_size(cls, size: str, **changes: Any) -> MoRConfig:
         """A configuration by the paper's name (table "Key parameters of four model size variants").
 
         Args:
@@ -207,14 +208,14 @@ class MoRConfig:
         return cls(**{**SIZES[size], **changes})
 
     @classmethod
-    def from_dict(cls, fields: dict) -> MoRConfig:
+    def from_dict(cls, fields: dict[str, Any]) -> MoRConfig:
         unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             _fail("config", "known fields only", f"also {', '.join(sorted(unknown))}")
         return cls(**fields)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> MoRConfig:
+    def load(cls, path: str | os.PathLike[str]) -> MoRConfig:
         """The configuration in a ``config.json``, as :meth:`.MoR.save_pretrained` or transformers wrote it."""
         with open(path) as file:
             try:
@@ -225,11 +226,11 @@ class MoRConfig:
             fields = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
         return cls.from_dict({name: value for name, value in fields.items() if name not in describe()})
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_llama(cls, source: str | os.PathLike | dict, **changes) -> MoRConfig:
+    def from_llama(cls, source: str | os.PathLike[str] | dict[str, Any], **changes: Any) -> MoRConfig:
         """The configuration of a Hugging Face Llama, by default as a dense model.
 
         Args:
@@ -240,7 +241,8 @@ class MoRConfig:
         Raises:
             ValueError: the file asks for what this library doesn't compute; the message says what.
         """
-        name, found = "llama", source
+        name = "llama"
+        found: Any = source
         if not isinstance(source, dict):
             name = os.path.join(source, "config.json") if os.path.isdir(source) else os.fspath(source)
             with open(name) as file:
@@ -249,7 +251,7 @@ class MoRConfig:
                 except ValueError as error:
                     raise ValueError(f"{name}: expected the JSON configuration of a Llama, got: {error}") from None
 
-        def refuse(field, expected, got):
+        def refuse(field: str, expected: str, got: object) -> NoReturn:
             _fail(f"{name}: {field}", expected, got)
 
         if not isinstance(found, dict) or found.get("model_type") != "llama":
@@ -263,7 +265,7 @@ class MoRConfig:
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
                 refuse(field, "rotary embedding without scaling, of whole heads", rope)
-        fields = {}
+        fields: dict[str, Any] = {}
         for field in LLAMA_SIZES:
             if field not in found:
                 refuse(field, "the size of a Llama", "no such entry")
@@ -279,7 +281,7 @@ class MoRConfig:
         return cls.like(fields, name, **changes)
 
     @classmethod
-    def like(cls, dense: dict, source: str, **changes) -> MoRConfig:
+    def like(cls, dense: dict[str, Any], source: str, **changes: Any) -> MoRConfig:
         """A model that takes over the weights of a dense one with fields ``dense``; ``source`` names it in errors."""
         sizes = (*LLAMA_SIZES, "num_key_value_heads", "head_dim")
         for field in sizes:
@@ -347,7 +349,7 @@ class MoRConfig:
 
         width, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
 
-        def layer(queries, keys, rank):
+        def layer(queries: float, keys: float, rank: int) -> float:
             """Multiply-adds of the products of a layer; ``keys`` are the tokens whose keys and values it makes."""
             adapters = rank * (queries * (width + heads * self.head_dim) + keys * (width + groups * self.head_dim))
             projections = 2 * width * self.head_dim * (queries * heads + keys * groups)
@@ -373,9 +375,10 @@ class MoRConfig:
     def _router_size(self, outputs: int) -> int:
         if self.router_arch == "linear":
             return self.hidden_size * outputs
+        assert self.router_expansion is not None  # of a router that isn't linear
         hidden = self.hidden_size * self.router_expansion
         return hidden * (self.hidden_size + outputs)
 
 
-def _fail(name, expected, got):
+def _fail(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")

@@ -6,6 +6,8 @@ import functools
 import glob
 import json
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +20,7 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 INITS = ("stepwise", "average", "lower", "upper", "random")
 
 
-def read_dense(dense) -> dict[str, torch.Tensor]:
+def read_dense(dense: str | os.PathLike[str] | dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dict of a Hugging Face Llama checkpoint, by our names (no ``model.`` in front)."""
     if not isinstance(dense, dict):
         files = sorted(glob.glob(os.path.join(dense, "*.safetensors")))
@@ -37,7 +39,7 @@ def separate(tensors: dict[str, torch.Tensor], config: MoRConfig) -> dict[str, t
     """What is named as a model's parameters are (its state dict, their gradients), as it is named in files. Views."""
     queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     sizes = {"qkv_proj": (queries, keys, keys), "gate_up_proj": (config.intermediate_size,) * 2}
-    separated = {}
+    separated: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         joined = next((joined for joined in JOINED if f".{joined}." in name), None)
         if joined:
@@ -58,7 +60,7 @@ def join(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def dense_config(folder: str | os.PathLike, **changes) -> MoRConfig:
+def dense_config(folder: str | os.PathLike[str], **changes: Any) -> MoRConfig:
     """The configuration of a model that takes its weights from the dense one in ``folder``, with ``changes``.
 
     The folder's ``config.json`` is Hugging Face's for a Llama (see :meth:`MoRConfig.from_llama`) or that of a dense
@@ -76,7 +78,7 @@ def dense_config(folder: str | os.PathLike, **changes) -> MoRConfig:
     return MoRConfig.like(dense.to_dict(), path, **changes)
 
 
-def is_foreign(folder: str | os.PathLike) -> bool:
+def is_foreign(folder: str | os.PathLike[str]) -> bool:
     """Whether the ``config.json`` in ``folder`` is of another model than ours, whose type it names."""
     try:
         with open(os.path.join(folder, "config.json")) as file:
@@ -90,6 +92,7 @@ def _sources(pool: list[int], shared: list[int], unrolled: list[int], init: str)
     count = len(shared)
     if init == "average":
         return {layer: [dense for dense, used in zip(pool, unrolled) if used == layer] for layer in shared}
+    steps: Sequence[int]
     if init == "stepwise":  # evenly spaced, the pool's first and last included
         steps = [round(i * (len(pool) - 1) / max(count - 1, 1)) for i in range(count)]
     else:
@@ -140,8 +143,8 @@ def dense_to_recursive(
             names = [f"layers.{i}.{rest}" for i in origin.get(int(layer), [])]
         elif name.startswith("norms."):  # each starts as the shared layer's would
             _, recursion, slot, rest = name.split(".", 3)
-            layer = config.recursion_layers[int(recursion)][int(slot)]
-            names = [f"layers.{i}.{rest}" for i in origin.get(layer, [])]
+            shared_layer = config.recursion_layers[int(recursion)][int(slot)]
+            names = [f"layers.{i}.{rest}" for i in origin.get(shared_layer, [])]
         elif name == "lm_head.weight":  # a tied dense checkpoint has the embedding only
             names = [name if name in dense else "embed_tokens.weight"]
         else:

@@ -6,13 +6,14 @@ import functools
 import json
 import math
 import os
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
@@ -24,19 +25,30 @@ from .config import MoRConfig
 from .convert import dense_to_recursive, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
-from .layers import Layer, LoRA, Norms, Router, mixed_adapter, mixed_norms
+from .layers import Layer, LoRA, Norms, RMSNorm, Router, mixed_adapter, mixed_norms
+
+if TYPE_CHECKING:
+    from ..decode.cache import Plan
+
+# depths, losses and metrics, as in MoROutput
+Routing = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+Layout = TypeVar("Layout", BatchedKeyValues, PackedKeyValues)
 
 
 class MoROutput(NamedTuple):
     """What :class:`MoR` returns."""
 
-    logits: torch.Tensor | None  #: (B, T, V); zeros at padding; None if they weren't asked for
+    logits: Tensor | None  #: (B, T, V); zeros at padding; None if they weren't asked for
     #: language model loss plus the router losses times their coefficients; None without targets
-    loss: torch.Tensor | None
-    losses: dict[str, torch.Tensor]  #: "lm", "aux", "z", "balance" as they apply, without coefficients
-    depths: torch.Tensor  #: (B, T) int64: recursions that each token took; 0 at padding
-    metrics: dict[str, torch.Tensor]  #: "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
-    router_logits: torch.Tensor | None = None  #: (B, T, Nr) fp32 (fp64 of fp64 states) if asked for, see the call
+    loss: Tensor | None
+    losses: dict[str, Tensor]  #: "lm", "aux", "z", "balance" as they apply, without coefficients
+    depths: Tensor  #: (B, T) int64: recursions that each token took; 0 at padding
+    metrics: dict[str, Tensor]  #: "sampling_accuracy", "dead_token_ratio"; "max_vio", "entropy"
+    router_logits: Tensor | None = None  #: (B, T, Nr) fp32 (fp64 of fp64 states) if asked for, see the call
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    return sum(terms)  # type: ignore[return-value]  # of at least one
 
 
 class MoR(nn.Module):
@@ -45,7 +57,9 @@ class MoR(nn.Module):
     ``MoR(config)(input_ids, targets)`` trains; in ``eval()`` mode the same call routes causally, as decoding does.
     """
 
-    def __init__(self, config: MoRConfig):
+    router_bias: Tensor | None
+
+    def __init__(self, config: MoRConfig) -> None:
         super().__init__()
         self.config = config
         recursions = config.num_recursions
@@ -54,42 +68,42 @@ class MoR(nn.Module):
         self.activation_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         ends = (0, config.num_unique_layers - 1) if config.has_own_ends else ()
-        self.layers = nn.ModuleList(
-            Layer(config, norms=config.share_norms or i in ends) for i in range(config.num_unique_layers)
-        )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        layers = (Layer(config, norms=config.share_norms or i in ends) for i in range(config.num_unique_layers))
+        self.layers = cast("list[Layer]", nn.ModuleList(layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         expert, token = config.router == "expert_choice", config.router == "token_choice"
-        self.routers = nn.ModuleList(Router(config, 1) for _ in range(recursions * expert))
+        self.routers = cast("list[Router]", nn.ModuleList(Router(config, 1) for _ in range(recursions * expert)))
         if token:
             self.routers.append(Router(config, recursions))
         aux = expert and config.aux == "router"
-        self.aux_routers = nn.ModuleList(Router(config, 1, auxiliary=True) for _ in range(recursions * aux))
+        auxiliary = (Router(config, 1, auxiliary=True) for _ in range(recursions * aux))
+        self.aux_routers = cast("list[Router]", nn.ModuleList(auxiliary))
         loss_free = token and config.balance == "loss_free"
         self.register_buffer("router_bias", torch.zeros(recursions) if loss_free else None)
         slots = len(config.recursion_layers[0])
-        self.lora = nn.ModuleList(
-            nn.ModuleList(LoRA(config) for _ in range(slots)) for _ in range(recursions * (config.lora_rank > 0))
-        )
-        self.norms = nn.ModuleList(
+        lora = (nn.ModuleList(LoRA(config) for _ in range(slots)) for _ in range(recursions * (config.lora_rank > 0)))
+        self.lora = cast("list[list[LoRA]]", nn.ModuleList(lora))
+        norms = (
             nn.ModuleList(Norms(config) for _ in range(slots)) for _ in range(recursions * (not config.share_norms))
         )
+        self.norms = cast("list[list[Norms]]", nn.ModuleList(norms))
         self.recursion_encoding = None
         if config.recursion_encoding:
             self.recursion_encoding = nn.Parameter(torch.empty(recursions, config.hidden_size))
         self._initialise()
 
-    def _apply(self, *args, **kwargs):
+    def _apply(self, *args: Any, **kwargs: Any) -> MoR:
         bias = self.router_bias
         super()._apply(*args, **kwargs)
-        if bias is not None:  # steps of 0.001 would be lost in bf16
+        if bias is not None and self.router_bias is not None:  # steps of 0.001 would be lost in bf16
             self.router_bias = bias.to(self.router_bias.device)
         return self
 
     @torch.no_grad()
-    def _initialise(self):
+    def _initialise(self) -> None:
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight") or name == "recursion_encoding":
                 parameter.fill_(1.0)
@@ -100,7 +114,7 @@ class MoR(nn.Module):
 
     # Pieces, shared with the decoding engine: tokens in any layout (..., D).
 
-    def block(self, x, recursion, positions, attend):
+    def block(self, x: Tensor, recursion: int | Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """f of one recursion.
 
         Args:
@@ -109,26 +123,27 @@ class MoR(nn.Module):
                 share their layers (sharing "cycle" and "middle_cycle").
             attend: attend(slot, project, heads, positions, theta), see layers.py and keys_values.py.
         """
-        mixed, add = isinstance(recursion, torch.Tensor), None
-        for slot, index in enumerate(self.config.recursion_layers[0 if mixed else recursion]):
+        add: Tensor | None = None
+        layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
+        for slot, index in enumerate(layers):
             adapter = norms = None
             if len(self.norms):
                 norms = (
                     mixed_norms([each[slot] for each in self.norms], recursion)
-                    if mixed
+                    if isinstance(recursion, Tensor)
                     else self.norms[recursion][slot]
                 )
             if len(self.lora):
                 adapter = (
                     mixed_adapter([adapters[slot] for adapters in self.lora], recursion)
-                    if mixed
+                    if isinstance(recursion, Tensor)
                     else self.lora[recursion][slot]
                 )
             x, add = self._layer(index, x, add, positions, functools.partial(attend, slot), adapter, norms)
-        x = x + add
+        x = x if add is None else x + add
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
-    def serve(self, x, recursion, positions, plan):
+    def serve(self, x: Tensor, recursion: int | Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters or
         norms of their own, plan.serve, see Layer.serve in layers.py."""
         if len(self.lora) or len(self.norms) or not is_fused(x):
@@ -141,20 +156,20 @@ class MoR(nn.Module):
             x, normed = self.layers[index].serve(x, normed, positions, attend, norm)
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
-    def serve_first(self, x, positions, plan):
+    def serve_first(self, x: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
         """:meth:`first_layer` likewise; plan is None for a model that has no own ends."""
         if plan is None or not is_fused(x):
-            return self.first_layer(x, positions, plan and functools.partial(plan.attend, 0))
+            return self.first_layer(x, positions, None if plan is None else functools.partial(plan.attend, 0))
         return self.layers[0].serve(x, None, positions, functools.partial(plan.serve, 0), None)[0]
 
-    def serve_last(self, x, positions, plan):
+    def serve_last(self, x: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
         """:meth:`last_layer` likewise."""
         if plan is None or not is_fused(x):
-            return self.last_layer(x, positions, plan and functools.partial(plan.attend, 1))
+            return self.last_layer(x, positions, None if plan is None else functools.partial(plan.attend, 1))
         x = self.layers[-1].serve(x, None, positions, functools.partial(plan.serve, 1), None)[0]
         return ops.rms_norm(x, self.norm.weight, self.norm.eps)[1]
 
-    def _layer(self, index, x, add, *arguments):
+    def _layer(self, index: int, x: Tensor, add: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
         """See Layer in layers.py."""
         layer = self.layers[index]
         if self.activation_checkpointing and torch.is_grad_enabled():
@@ -162,13 +177,13 @@ class MoR(nn.Module):
             return checkpoint(layer, x, add, *arguments, use_reentrant=False, preserve_rng_state=False)
         return layer(x, add, *arguments)
 
-    def first_layer(self, x, positions, attend):
+    def first_layer(self, x: Tensor, positions: Tensor, attend: Callable[..., Tensor] | None) -> Tensor:
         if self.config.has_own_ends:
             x, add = self._layer(0, x, None, positions, attend)
             x = x + add
         return x
 
-    def last_layer(self, x, positions, attend):
+    def last_layer(self, x: Tensor, positions: Tensor, attend: Callable[..., Tensor] | None) -> Tensor:
         """And the norm before the head."""
         add = None
         if self.config.has_own_ends:
@@ -176,10 +191,10 @@ class MoR(nn.Module):
         return ops.rms_norm(x, self.norm.weight, self.norm.eps, add=add)[1]
 
     @property
-    def head_weight(self):
+    def head_weight(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def head(self, x):
+    def head(self, x: Tensor) -> Tensor:
         return F.linear(x, self.head_weight)
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:
@@ -188,10 +203,10 @@ class MoR(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor | None = None,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
         *,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         ks: tuple[int, ...] | None = None,
         bounds: tuple[int, ...] | None = None,
         mode: str | None = None,
@@ -237,7 +252,8 @@ class MoR(nn.Module):
         length = input_ids.shape[1]
         ends = BatchedKeyValues(seqlens=seqlens)
         x, positions = self._enter(input_ids, ends)
-        seen = [] if router_logits and self.config.router != "none" else None  # of each recursion (B, T)
+        # router logits of each recursion (B, T)
+        seen: list[Tensor] | None = [] if router_logits and self.config.router != "none" else None
         if self.config.router == "none":
             x, routing = self._fixed_depth(x, positions, seqlens)
         elif self.config.router == "token_choice":
@@ -247,14 +263,14 @@ class MoR(nn.Module):
         else:
             x, routing = self._threshold(x, positions, seqlens, seen)
         depths, losses, metrics = routing
-        seen = torch.stack(seen, -1) if seen else None
+        scores = torch.stack(seen, -1) if seen else None
         x = self.last_layer(x, positions, functools.partial(ends.attend, 0))
         values = self.head(x) if logits else None
 
         loss = None
         if targets is not None:
             count = (targets != -100).sum().clamp(min=1)
-            if logits:
+            if values is not None:
                 rows = values.flatten(0, 1).to(wide(values.dtype))
                 total = F.cross_entropy(rows, targets.flatten(), ignore_index=-100, reduction="sum")
             else:
@@ -266,28 +282,39 @@ class MoR(nn.Module):
                 "z": self.config.z_coeff,
                 "balance": self.config.balance_coeff,
             }
-            loss = sum(coefficients[name] * value for name, value in losses.items())
+            loss = _sum(coefficients[name] * value for name, value in losses.items())
         if order is not None:
             back = order.argsort(dim=1)
             depths = depths.gather(1, back)
-            if seen is not None:
-                seen = seen.gather(1, back[..., None].expand_as(seen))
-            if logits:
+            if scores is not None:
+                scores = scores.gather(1, back[..., None].expand_as(scores))
+            if values is not None:
                 values = torch.where(real[..., None], values.gather(1, back[..., None].expand_as(values)), 0)
-        return MoROutput(values, loss, losses, depths, metrics, seen)
+        return MoROutput(values, loss, losses, depths, metrics, scores)
 
-    def _enter(self, input_ids, ends):
+    if TYPE_CHECKING:
+        __call__ = forward  # nn.Module's may return anything
+
+    def _enter(self, input_ids: Tensor, ends: BatchedKeyValues) -> tuple[Tensor, Tensor]:
         """States entering the first recursion, and positions."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         x = self.embed_tokens(input_ids)
         return self.first_layer(x, positions, functools.partial(ends.attend, 0)), positions
 
-    def _check(self, input_ids, targets, attention_mask, ks, bounds, mode):
-        def fail(name, expected, got):
+    def _check(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None,
+        attention_mask: Tensor | None,
+        ks: Sequence[int] | None,
+        bounds: Sequence[int] | None,
+        mode: str,
+    ) -> None:
+        def fail(name: str, expected: str, got: object) -> NoReturn:
             raise ValueError(f"{name}: expected {expected}, got {got}")
 
         integers = (torch.int64, torch.int32)
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
             got = getattr(input_ids, "dtype", type(input_ids).__name__)
             fail(
                 "input_ids",
@@ -311,7 +338,7 @@ class MoR(nn.Module):
             fail("mode", "'topk' or 'threshold'", repr(mode))
         recursions, length = self.config.num_recursions, input_ids.shape[1]
 
-        def falling(numbers, most):
+        def falling(numbers: Sequence[int], most: int) -> bool:
             whole = all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in numbers)
             return len(numbers) == recursions and whole and all(a >= b for a, b in zip((most, *numbers), numbers))
 
@@ -323,14 +350,14 @@ class MoR(nn.Module):
             if not falling(bounds, input_ids.numel()):
                 fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
 
-    def _key_values(self, kind, before, **layout):
+    def _key_values(self, kind: type[Layout], before: Layout | None, **layout: Any) -> Layout:
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
 
-    def _real(self, positions, seqlens):
+    def _real(self, positions: Tensor, seqlens: Tensor | None) -> Tensor:
         """(B, N) bool: tokens that are not padding."""
         return torch.ones_like(positions, dtype=torch.bool) if seqlens is None else positions < seqlens[:, None]
 
-    def _fixed_depth(self, x, positions, seqlens):
+    def _fixed_depth(self, x: Tensor, positions: Tensor, seqlens: Tensor | None) -> tuple[Tensor, Routing]:
         """Every token takes every recursion; no gates. Also the dense model, as one recursion."""
         key_values = None
         for r in range(self.config.num_recursions):
@@ -339,9 +366,12 @@ class MoR(nn.Module):
         depths = torch.where(self._real(positions, seqlens), self.config.num_recursions, 0)
         return x, (depths, {}, {})
 
-    def _expert_choice(self, x, ks, seqlens, seen=None):
+    def _expert_choice(
+        self, x: Tensor, ks: Sequence[int], seqlens: Tensor | None, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Routing]:
         """Each recursion keeps the best k of the tokens that the one before kept (paper, equation 1)."""
         config = self.config
+        assert config.router_activation is not None and config.alpha is not None  # as MoRConfig stores them
         batch, length, _ = x.shape
         everyone = torch.arange(length, device=x.device).expand(batch, length)
         everyone = torch.where(self._real(everyone, seqlens), everyone, -1)
@@ -391,20 +421,22 @@ class MoR(nn.Module):
                 accuracies.append(ops.sampling_accuracy(deciding.detach() > 0, chosen, candidates >= 0))
             kept = routed.indices
         depths = depths[:, :length]
-        losses = {name: sum(terms) for name, terms in (("aux", aux), ("z", z)) if terms}
+        losses = {name: _sum(terms) for name, terms in (("aux", aux), ("z", z)) if terms}
         metrics = {"dead_token_ratio": ops.dead_token_ratio(depths == config.num_recursions, everyone >= 0)}
         if accuracies:
             metrics["sampling_accuracy"] = torch.stack(accuracies).mean()
         return x, (depths, losses, metrics)
 
     @staticmethod
-    def _candidate_rows(x, kept):
+    def _candidate_rows(x: Tensor, kept: Tensor | None) -> Tensor:
         if kept is None:
             return x
         rows = ops.gather(x.flatten(0, 1), flat_rows(kept, x.shape[1]))
         return rows.view(*kept.shape, x.shape[-1])
 
-    def _threshold(self, x, positions, seqlens, seen=None):
+    def _threshold(
+        self, x: Tensor, positions: Tensor, seqlens: Tensor | None, seen: list[Tensor] | None = None
+    ) -> tuple[Tensor, Routing]:
         """Expert-choice without a look at later tokens: a token goes on while the deciding logit is positive."""
         config = self.config
         key_values = None
@@ -433,7 +465,7 @@ class MoR(nn.Module):
             x = scatter_back(x, update, indices, gates, residual=config.residual)
         return x.view(shape), (depths, {}, {})
 
-    def goes_on(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
+    def goes_on(self, recursion: int, x: Tensor) -> Tensor:
         """Expert-choice at inference: whether states (..., D) kept so far enter ``recursion`` >= 1, bool (...).
 
         The unscaled logit decides, of the auxiliary router where there is one; what is no number doesn't go on.
@@ -443,21 +475,23 @@ class MoR(nn.Module):
             return (self.aux_routers[recursion](x)[..., 0] > 0) & ~logits.isnan()
         return logits > 0
 
-    def expert_gates(self, recursion: int, x: torch.Tensor) -> torch.Tensor:
+    def expert_gates(self, recursion: int, x: Tensor) -> Tensor:
         """Expert-choice: fp32 gates (...) of states (..., D) entering ``recursion``, as in :func:`ops.route`."""
         logits = self.routers[recursion](x)[..., 0]
-        gates = bounded(self.config.alpha * activate(bounded(logits), self.config.router_activation))
+        activation, alpha = self.config.router_activation, self.config.alpha
+        assert activation is not None and alpha is not None  # see _expert_choice
+        gates = bounded(alpha * activate(bounded(logits), activation))
         return torch.where(logits.isnan(), 0, gates)
 
-    def choose_depths(self, x: torch.Tensor, valid: torch.Tensor | None = None):
+    def choose_depths(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Token-choice: router logits, depths (B, N) and probabilities (B, N, Nr) of states (B, N, D) entering the
         first recursion; the gate of recursion r is ``alpha * probs[..., r]``."""
+        activation = self.config.router_activation
+        assert activation is not None  # see _expert_choice
         logits = self.routers[0](x)
-        return logits, *ops.choose_depths(
-            logits, activation=self.config.router_activation, bias=self.router_bias, valid=valid
-        )
+        return logits, *ops.choose_depths(logits, activation=activation, bias=self.router_bias, valid=valid)
 
-    def bounds(self, input_ids: torch.Tensor) -> tuple[int, ...]:
+    def bounds(self, input_ids: Tensor) -> tuple[int, ...]:
         """Token-choice: how many of the tokens (B, T) take each recursion, rounded up to sixteenths of B * T, for
         ``forward(bounds=)``. Few different numbers come out of it, so that a CUDA graph can serve each; it waits for
         the device, after the first layer."""
@@ -468,15 +502,19 @@ class MoR(nn.Module):
         step = max(math.ceil(input_ids.numel() / 16), 1)
         return tuple(min(math.ceil(count / step) * step, input_ids.numel()) for count in counts)
 
-    def _token_choice(self, x, positions, seqlens, bounds, seen=None):
+    def _token_choice(
+        self, x: Tensor, positions: Tensor, seqlens: Tensor | None, bounds: Sequence[int] | None,
+        seen: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Routing]:  # fmt: skip
         """Each token takes the recursions up to the depth that the router gave it at the outset (paper, equation 2)."""
         config = self.config
+        assert config.alpha is not None  # see _expert_choice
         key_values = None
         shape, length = x.shape, x.shape[1]
         real = self._real(positions, seqlens)
         logits, depths, probs = self.choose_depths(x, real)
         if seen is not None:
-            seen += torch.where(real[..., None], logits, torch.nan).unbind(-1)
+            seen.extend(torch.where(real[..., None], logits, torch.nan).unbind(-1))
         gates = (config.alpha * probs).flatten(0, 1)
         start = state = x.flatten(0, 1)
         places = real.flatten().cumsum(0) - 1
@@ -514,7 +552,7 @@ class MoR(nn.Module):
         return x, (depths, losses, metrics)
 
     @staticmethod
-    def _trim(packed, length, bounds=None):
+    def _trim(packed: ops.Packed, length: int, bounds: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor, int]]:
         """Each recursion's (indices, cu_seqlens, bound on a sequence's tokens), cut to the tokens there are, or to so
         many that the caller is sure of.
 
@@ -530,7 +568,7 @@ class MoR(nn.Module):
         return [(i[:n], c, m) for i, c, (n, m) in zip(packed.indices, packed.cu_seqlens, sizes)]
 
     @torch.no_grad()
-    def update_router_bias(self, depths: torch.Tensor) -> None:
+    def update_router_bias(self, depths: Tensor) -> None:
         """Loss-free balancing, once an optimizer step: depths of the step's tokens, on this rank; no-op without it."""
         if self.router_bias is None:
             return
@@ -540,7 +578,7 @@ class MoR(nn.Module):
             torch.distributed.all_reduce(counts)
         self.router_bias.copy_(ops.router_bias_update(self.router_bias, counts, self.config.bias_update_rate))
 
-    def save_pretrained(self, directory: str | os.PathLike, state: dict[str, torch.Tensor] | None = None) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str], state: dict[str, Tensor] | None = None) -> None:
         """Write ``config.json`` and ``model.safetensors``, each aside and then renamed, and what transformers needs to
         load them (:mod:`mor_kernels.hf`).
 
@@ -557,7 +595,7 @@ class MoR(nn.Module):
         write_loader(directory)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike, **changes) -> MoR:
+    def from_pretrained(cls, directory: str | os.PathLike[str], **changes: Any) -> MoR:
         """A saved model, in the dtype that it was saved in; ``changes`` override fields of its configuration.
 
         Raises:
@@ -577,11 +615,11 @@ class MoR(nn.Module):
         model.load_checked(state, weights)
         return model
 
-    def load_checked(self, state: dict[str, torch.Tensor], source: str) -> None:
+    def load_checked(self, state: dict[str, Tensor], source: str) -> None:
         """Load what a model's file holds, or say what differs from this one's."""
         self.load_state_dict(self.checked(state, source))
 
-    def checked(self, state: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:
+    def checked(self, state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         """What a model's file holds as this model's state dict; a ValueError where names or shapes differ."""
         shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self.state_dict().items()}
         own = separate(shapes, self.config)
@@ -598,7 +636,9 @@ class MoR(nn.Module):
         return join(state)
 
     @classmethod
-    def from_dense(cls, dense, config: MoRConfig, init: str = "stepwise") -> MoR:
+    def from_dense(
+        cls, dense: str | os.PathLike[str] | dict[str, Tensor], config: MoRConfig, init: str = "stepwise"
+    ) -> MoR:
         """A recursive model from a dense Llama-architecture one ("uptraining"; paper, appendix "Expanded Results of
         Parameter Sharing Strategy").
 
@@ -621,7 +661,7 @@ class MoR(nn.Module):
         return model
 
     @classmethod
-    def from_authors(cls, source, config: MoRConfig | None = None) -> MoR:
+    def from_authors(cls, source: str | os.PathLike[str] | dict[str, Tensor], config: MoRConfig | None = None) -> MoR:
         """A model trained by the code that the paper's authors published, in the dtype that it was saved in.
 
         In evaluation their code still keeps the k best of the whole sequence, which ``mode="topk"`` does here.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn, TypeVar
 
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+Given = TypeVar("Given", torch.Tensor, torch.Tensor | None)
 
 
-def fail(op: str, argument: str, expected: object, got: object) -> None:
+def fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
@@ -45,9 +47,10 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def one_dtype(op: str, **tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def one_dtype(op: str, **tensors: Given) -> list[Given]:
     """The tensors, by the names of their arguments, as autocast wants them, or else all of the first one's dtype."""
     (name, first), *_ = tensors.items()
+    assert first is not None  # an argument that is required
     if dtype := autocast_dtype(first):
         return [None if t is None else t.to(dtype) for t in tensors.values()]
     for argument, t in tensors.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import _C
@@ -11,14 +13,14 @@ ACTIVATIONS = {"none": 0, "sigmoid": 1, "tanh": 2}
 RESIDUALS = {"block": 0, "delta": 1, "none": 2}
 
 
-def launch(function, *arguments) -> None:
+def launch(function: Callable[..., None], *arguments: object) -> None:
     """Call a launcher with the addresses of tensors (0 for None), dtypes by their code, and other arguments as they
     are; on the current stream."""
     stream = 0 if hasattr(_C, "emulated") else torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     function(*map(_plain, arguments), stream)
 
 
-def _plain(argument):
+def _plain(argument: object) -> object:
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr()
     if isinstance(argument, torch.dtype):

@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
     _implementations[name] = backends
     _choices[name] = choose
 
-    def run(*args):
+    def run(*args: Any) -> Any:
         *arguments, backend = args
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         device = tensors[0].device
@@ -56,7 +57,7 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
                 stack.enter_context(torch.cuda.device(device))
             return _contiguous(backends[backend](*arguments))
 
-    def run_fake(*args):
+    def run_fake(*args: Any) -> Any:
         return fake(*args[:-1])
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -65,17 +66,19 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-def _contiguous(outputs):
+def _contiguous(
+    outputs: torch.Tensor | tuple[torch.Tensor, ...] | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
     """Outputs as the fake implementations promise them: contiguous whatever the inputs' strides."""
     if isinstance(outputs, tuple):
         return tuple(t.contiguous() for t in outputs)
     return None if outputs is None else outputs.contiguous()
 
 
-def apply(function: type[torch.autograd.Function], *arguments):
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply``, with a tensor that comes twice (one ``cu_seqlens`` for queries and keys) as two, since Dynamo
     doesn't trace it otherwise."""
-    distinct = []
+    distinct: list[Any] = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and any(argument is other for other in distinct):
             argument = argument.view_as(argument)
@@ -90,10 +93,10 @@ def deferred(module: str, function: str, refuses: Callable = lambda *_: None) ->
     """
     load = functools.cache(lambda: getattr(importlib.import_module(module), function))
 
-    def run(*arguments):
+    def run(*arguments: Any) -> Any:
         return load()(*arguments)
 
-    run.refuses = refuses
+    run.refuses = refuses  # type: ignore[attr-defined]  # for _unfit
     return run
 
 
@@ -166,7 +169,7 @@ def load_extension() -> ModuleType:
     return importlib.import_module("mor_kernels._C")
 
 
-def _unsupported(extension: ModuleType, device, capability: tuple[int, int]) -> str | None:
+def _unsupported(extension: ModuleType, device: torch.device | str | None, capability: tuple[int, int]) -> str | None:
     """Why the GPU or its driver can't run the CUDA kernels; None if it can."""
     with torch.cuda.device(device):
         refusal = extension.device_refusal()

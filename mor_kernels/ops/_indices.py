@@ -11,7 +11,9 @@ def flat_rows(indices: torch.Tensor, length: int) -> torch.Tensor:
     return torch.where(indices >= 0, indices + first, -1).reshape(-1)
 
 
-def candidate_positions(batch, scored, candidates, seqlens, device):
+def candidate_positions(
+    batch: int, scored: int, candidates: torch.Tensor | None, seqlens: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Absolute position (B, C) and validity (B, C) of every candidate; all positions without ``candidates``."""
     position = torch.arange(scored, device=device).expand(batch, scored) if candidates is None else candidates
     valid = position >= 0

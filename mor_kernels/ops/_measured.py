@@ -20,32 +20,68 @@ class Choice(NamedTuple):
     cuda: Callable[..., bool] = lambda *_: False
 
 
-def _always(*_) -> bool:
+def _always(*_: object) -> bool:
     return True
 
 
-def _scored_in_parts_by_triton_or_of_few_bytes(x, weight, logits, candidates, *_) -> bool:
+def _scored_in_parts_by_triton_or_of_few_bytes(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    candidates: torch.Tensor | None,
+    *_: object,
+) -> bool:
     scored = x.shape[1] if candidates is None else candidates.shape[1]
     return weight is not None and scored <= 4096 and (scored > 2048 or x.nbytes <= 32 * 2**20)
 
 
-def _at_most_half_kept(d_rows, d_gates, d_logits, x, *_) -> bool:
+def _at_most_half_kept(
+    d_rows: torch.Tensor, d_gates: torch.Tensor, d_logits: torch.Tensor, x: torch.Tensor, *_: object
+) -> bool:
     return 2 * d_rows.shape[1] <= x.shape[1]
 
 
-def _one_query_a_lane(q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, *_) -> bool:
+def _one_query_a_lane(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    k_lens: torch.Tensor,
+    schedule: torch.Tensor,
+    rows: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    *_: object,
+) -> bool:
     return cu_seqlens_q is None and q.dtype != torch.float32 and q.shape[2] <= 128
 
 
-def _one_query_each(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split) -> bool:
+def _one_query_each(
+    k_lens: torch.Tensor,
+    heads: int,
+    groups: int,
+    queries: int,
+    width: int,
+    item_size: int,
+    rows: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    split: bool,
+) -> bool:
     return cu_seqlens_q is None and item_size <= 2 and width <= 128
 
 
-def _passes_over_the_stream(d_out, x, update, indices, gates, dtype, residual) -> bool:
+def _passes_over_the_stream(
+    d_out: torch.Tensor,
+    x: torch.Tensor | None,
+    update: torch.Tensor | None,
+    indices: torch.Tensor,
+    gates: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual: str,
+) -> bool:
     return residual != "block"
 
 
-def few_rows(x, *_) -> bool:
+def few_rows(x: torch.Tensor, *_: object) -> bool:
     return x.shape[0] <= 64
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -18,4 +20,6 @@ def bounded(logits: torch.Tensor) -> torch.Tensor:
 
 def activate(logits: torch.Tensor, activation: str) -> torch.Tensor:
     """G of the paper for one logit a token."""
-    return {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": torch.clone}[activation](logits)
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]]
+    functions = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": torch.clone}
+    return functions[activation](logits)

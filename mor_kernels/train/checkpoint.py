@@ -19,7 +19,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_map
 
+from ..model import MoR
 from ..model.hugging_face import describe
 
 _TEMPORARY = ".tmp-"
@@ -127,13 +128,13 @@ def tidy(directory: str | Path, keep: int) -> None:
         _remove(old)
 
 
-def whole(state: dict, keep: bool) -> dict:
+def whole(state: dict[str, Any], keep: bool) -> dict[str, Any]:
     """A state dict whose DTensors are gathered to the CPU, one after another, or None where `keep` is false.
 
     All processes have to call it. Other tensors are left as they are.
     """
 
-    def gather(value):
+    def gather(value: Any) -> Any:
         if not hasattr(value, "full_tensor"):
             return value
         full = value.full_tensor()
@@ -148,11 +149,11 @@ def _divided(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor  # importing it takes a second
 
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)  # type: ignore[attr-defined]  # a DTensor
 
 
-def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimizer, state: dict, tensors: dict,
-         *, keep: int = 3) -> Path:
+def save(directory: str | Path, step: int, model: MoR, optimizer: torch.optim.Optimizer, state: dict[str, Any],
+         tensors: dict[str, Any], *, keep: int = 3) -> Path:
     """Writes checkpoint `step` into `directory` and returns its folder; then only the last `keep` are left.
 
     `state` is anything JSON can hold, `tensors` a dict of tensors; both come back from `load`. The RNG states of
@@ -173,8 +174,9 @@ def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimiz
     aside.mkdir()
 
     model.save_pretrained(aside, model_state)
-    name, keys, *rest = np.random.get_state()
-    rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
+    numpy_state: Any = np.random.get_state()  # a tuple; a dict if it were asked for
+    name, keys, *rest = numpy_state
+    rng: dict[str, Any] = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
     (aside / "trainer.json").write_text(json.dumps({"step": step, "rng": rng, "state": state}))
     rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     torch.save({"optimizer": optimizer_state, "rng": rng, "tensors": tensors}, aside / "trainer.pt")
@@ -191,7 +193,7 @@ def save(directory: str | Path, step: int, model, optimizer: torch.optim.Optimiz
     return path
 
 
-def load(path: str | Path, model, optimizer: torch.optim.Optimizer) -> tuple[int, dict, dict]:
+def load(path: str | Path, model: MoR, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Puts a checkpoint into `model`, `optimizer` and the RNGs; returns (step, state, tensors) as given to `save`.
 
     Raises FileNotFoundError for a missing file and ValueError for a damaged one or for a checkpoint of another model,

@@ -44,7 +44,7 @@ def documents(source: Source) -> Iterator[str]:
     - "hf:NAME[:SUBSET][:SPLIT]": a Hugging Face dataset with a column "text", streamed through the package `datasets`
       (SPLIT is "train" by default; "hf:NAME::SPLIT" names a split without a subset).
     """
-    if isinstance(source, (list, tuple)):
+    if not isinstance(source, (str, Path)):
         for part in source:
             yield from documents(part)
     elif source == "python-docs":

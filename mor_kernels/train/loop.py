@@ -10,26 +10,29 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 # Before a process group is made: imported afterwards, as TorchDynamo does, the defaults of its functions hold the group
 # for ever, and gloo's threads still run when the process exits, which aborts it now and then.
-import torch.distributed.nn  # noqa: F401
+import torch.distributed.nn
 from tqdm import tqdm
 
 from ..doctor import package_version
 from ..graphs import side_stream, without_workspace
+from ..model import MoR
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
 from .schedule import cosine, trapezoid
 
 # By the annotation of a setting: how messages call it, and the types that it may have.
+_KINDS: dict[str, tuple[str, type | tuple[type, ...]]]
 _KINDS = {"str": ("a string", str), "int": ("an integer", int), "float": ("a number", (int, float)),
           "bool": ("true or false", bool), "bool | None": ("true, false or null", (bool, type(None)))}
 
@@ -76,11 +79,11 @@ class TrainConfig:
     resume: bool = True  #: go on from the latest checkpoint in `out`, if there is one
     progress: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "betas" and not _is_a(field.type, value):
-                raise ValueError(f"{field.name}: expected {_KINDS[field.type][0]}, got {value!r}")
+            value, kind = getattr(self, field.name), str(field.type)
+            if field.name != "betas" and not _is_a(kind, value):
+                raise ValueError(f"{field.name}: expected {_KINDS[kind][0]}, got {value!r}")
         for name in ("steps", "batch_size", "accumulation", "sequence_length", "log_every", "eval_batches",
                      "checkpoint_every", "keep"):
             if (value := getattr(self, name)) < 1:
@@ -110,7 +113,7 @@ class TrainConfig:
                              f"{self.warmup}, {self.cooldown}")
 
 
-def train(model, config: TrainConfig) -> Trainer:
+def train(model: MoR, config: TrainConfig) -> Trainer:
     """Trains `model` (a MoR) and returns the finished Trainer.
 
     Under torchrun the processes train data-parallel: every one reads its share of each step's sequences, and the
@@ -123,6 +126,11 @@ def train(model, config: TrainConfig) -> Trainer:
         return trainer
 
 
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
+# a graph, the inputs that it reads, the gradients of the parameters, and what its pass returned
+_Captured = tuple[torch.cuda.CUDAGraph, list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
+
+
 class Graphs:
     """A forward and backward pass as CUDA graphs, one for each of the sizes that it is called with: the host launches a
     graph, not its thousands of kernels. Nothing in the pass may wait for the device.
@@ -133,10 +141,11 @@ class Graphs:
 
     KEPT = 32  # the last ones used
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], forward_backward: Callable):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter],
+                 forward_backward: Callable[..., Sequence[torch.Tensor]]) -> None:
         self.parameters, self.forward_backward = list(parameters), forward_backward
-        self.graphs: dict[Hashable, tuple] = {}
-        self.pool = None
+        self.graphs: dict[Hashable, _Captured] = {}
+        self.pool: Any = None  # the handle of their memory
         self.stream = side_stream(self.parameters[0].device)
 
     def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -153,7 +162,7 @@ class Graphs:
                 parameter.grad = gradient if earlier is None else gradient.add_(earlier)
         return [output.clone() for output in outputs]
 
-    def _capture(self, sizes, inputs):
+    def _capture(self, sizes: Hashable, inputs: Iterable[torch.Tensor]) -> _Captured:
         while len(self.graphs) >= self.KEPT:
             del self.graphs[next(iter(self.graphs))]
         own = [tensor.clone() for tensor in inputs]
@@ -172,11 +181,11 @@ class Graphs:
                 outputs = self.forward_backward(sizes, *own)
         self.pool = graph.pool()
         gradients = [_lent(parameter.grad, graph) for parameter in self.parameters]
-        outputs = [_lent(output, graph) for output in outputs]
+        lent = [_lent(output, graph) for output in outputs]
         self._forget()
-        return graph, own, gradients, outputs
+        return graph, own, gradients, lent
 
-    def _forget(self):
+    def _forget(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -184,14 +193,14 @@ class Graphs:
 class _Memory:
     """The memory of a graph's tensor, without which it may be taken by the captures of other graphs."""
 
-    def __init__(self, tensor: torch.Tensor, graph: torch.cuda.CUDAGraph):
+    def __init__(self, tensor: torch.Tensor, graph: torch.cuda.CUDAGraph) -> None:
         storage = tensor.untyped_storage()
         self.graph = graph  # which the memory is there as long as
         self.__cuda_array_interface__ = {"data": (storage.data_ptr(), False), "shape": (storage.nbytes(),),
                                          "typestr": "|u1", "version": 3}
 
 
-def _lent(tensor: torch.Tensor | None, graph: torch.cuda.CUDAGraph) -> torch.Tensor | None:
+def _lent(tensor: _Given, graph: torch.cuda.CUDAGraph) -> _Given:
     """`tensor`, made while `graph` was captured, as one that doesn't keep its memory from the captures of others."""
     if tensor is None or not tensor.numel():
         return tensor
@@ -203,7 +212,7 @@ class _Copies(torch.autograd.Function):
     """Tensors in another dtype, and their gradients back in their own: two launches for all of them."""
 
     @staticmethod
-    def forward(ctx, dtype, *tensors):
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
         torch._foreach_copy_(copies, tensors)
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -212,7 +221,7 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         there = [(d, torch.empty_like(d, dtype=dtype)) for d, dtype in zip(gradients, ctx.dtypes) if d is not None]
         if there:
             torch._foreach_copy_([out for _, out in there], [d for d, _ in there])
@@ -221,7 +230,7 @@ class _Copies(torch.autograd.Function):
 
 
 @contextmanager
-def parameters_in(model: torch.nn.Module, dtype: torch.dtype):
+def parameters_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within, the modules of `model` compute on copies of their parameters in `dtype`, whose gradients reach the
     parameters in these' own dtype. All activations are of `dtype` then, the residual stream too, and a weight that is
     used several times is copied once. The backward pass belongs within where it computes activations anew."""
@@ -239,7 +248,7 @@ def parameters_in(model: torch.nn.Module, dtype: torch.dtype):
 
 
 @contextmanager
-def processes(device: str = "auto"):
+def processes(device: str = "auto") -> Iterator[int]:
     """Joins the processes that torchrun started, if it did and they aren't joined yet; yields this one's rank."""
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if started:
@@ -265,7 +274,7 @@ class Trainer:
     one that was never stopped. Building it raises ValueError where model, data and checkpoint don't fit together.
     """
 
-    def __init__(self, model, config: TrainConfig):
+    def __init__(self, model: MoR, config: TrainConfig) -> None:
         self.config = config
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if config.parallel == "fsdp" and self.world_size == 1:
@@ -321,7 +330,8 @@ class Trainer:
             parallel.share(self.model)
             if fsdp:
                 self.shards = parallel.Shards(self.model, self.device, self.bf16)
-        matrices, others = [], []
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
         for name, parameter in model.named_parameters():
             # The recursion encoding is a table of elementwise gains, not a matrix that multiplies.
             decays = parameter.ndim >= 2 and name != "recursion_encoding"
@@ -337,11 +347,14 @@ class Trainer:
         self.window: list[torch.Tensor] = []  # one row a step since the last log line, on the device
         self.depths = torch.zeros(model.config.num_recursions + 1, dtype=torch.int64, device=self.device)
         # The same of this process alone, since the last time that the processes shared it.
-        self.own_window, self.own_depths = [], torch.zeros_like(self.depths)
+        self.own_window: list[torch.Tensor] = []
+        self.own_depths = torch.zeros_like(self.depths)
         # What has to be the same for a resumed run to see the same data.
-        self.data = {"tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
-                     "sequence_length": config.sequence_length,
-                     "sequences per step": config.batch_size * config.accumulation * self.world_size}
+        self.data: dict[str, Any] = {
+            "tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
+            "sequence_length": config.sequence_length,
+            "sequences per step": config.batch_size * config.accumulation * self.world_size,
+        }  # fmt: skip
         path, incomplete = checkpoint.latest(self.checkpoints), checkpoint.incomplete(self.checkpoints)
         if path and not config.resume:
             raise FileExistsError(f"{path}: a checkpoint of another run; set resume, or choose another `out`")
@@ -353,6 +366,7 @@ class Trainer:
             self._resume(path)
         if self.rank == 0:
             for folder, fault in incomplete.items():
+                assert path is not None  # else it has raised
                 warnings.warn(f"{folder}: not a complete checkpoint, going on from {path.name}: {fault}", stacklevel=2)
             tokens.verify()
         if not path:
@@ -404,13 +418,14 @@ class Trainer:
             group["lr"] = self.rate
         self.kept = model.kept(config.sequence_length, self.step)
         model.train()
-        row, depths = 0, []
+        row: Any = 0  # a tensor after the first micro-step
+        reached = []
         for micro in range(config.accumulation):
             if self.shards:
                 self.shards.begin(last=micro == config.accumulation - 1)
-            terms, reached = self._micro_step(*self._to_device(self.loader.batch(self.step, micro)))
+            terms, depths = self._micro_step(*self._to_device(self.loader.batch(self.step, micro)))
             row = row + terms / config.accumulation
-            depths.append(reached)
+            reached.append(depths)
         if self.shards:
             self.shards.end()
         elif self.world_size > 1:
@@ -419,11 +434,11 @@ class Trainer:
             average_gradients(self.parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.shards:
-            norm = norm.full_tensor()  # of all processes' parts
+            norm = norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor: of all processes' parts
         torch.nn.utils.clip_grads_with_norm_(self.parameters, config.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        depths = torch.cat(depths)
+        depths = torch.cat(reached)
         model.update_router_bias(depths)
         # Kept on the device: reading a number would make the host wait for it at every step.
         self.own_window.append(torch.cat([row, norm.reshape(1).float()]))
@@ -455,7 +470,8 @@ class Trainer:
         if self.model.config.router == "token_choice":
             with self._precision():
                 sizes = self.model.bounds(inputs)
-        return self.graphs(sizes, inputs, targets)
+        terms, depths = self.graphs(sizes, inputs, targets)
+        return terms, depths
 
     def _forward_backward(
         self, sizes: tuple[int, ...] | None, inputs: torch.Tensor, targets: torch.Tensor
@@ -463,13 +479,15 @@ class Trainer:
         """`sizes` of what each recursion takes: the model's `ks`, or its `bounds` for token-choice."""
         name = "bounds" if self.model.config.router == "token_choice" else "ks"
         with self._precision():
-            output = self.model(inputs, targets=targets, logits=False, **{name: sizes})
+            taken: dict[str, Any] = {name: sizes}
+            output = self.model(inputs, targets=targets, logits=False, **taken)
+            assert output.loss is not None  # since there are targets
             (output.loss / self.config.accumulation).backward()
         terms = {"loss": output.loss, **output.losses, **output.metrics}
         self.names = [*terms, "gradient_norm"]
         return torch.stack([term.detach().float() for term in terms.values()]), output.depths
 
-    def _precision(self):
+    def _precision(self) -> AbstractContextManager[None]:
         # `Shards` gathers in bf16 by itself
         return parameters_in(self.model, torch.bfloat16) if self.bf16 and not self.shards else nullcontext()
 
@@ -478,7 +496,7 @@ class Trainer:
             return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch]
         return [tensor.to(self.device) for tensor in batch]
 
-    def _agreed(self, stop: list) -> bool:
+    def _agreed(self, stop: list[int]) -> bool:
         if self.world_size == 1:
             return bool(stop)
         if self.step % self.config.log_every:
@@ -520,14 +538,14 @@ class Trainer:
         self._clock = self.step, time.perf_counter()  # evaluation and saving don't count as training time
 
     @torch.no_grad()
-    def evaluate(self) -> dict:
+    def evaluate(self) -> dict[str, Any]:
         """Losses in nats on the held-out tokens (language modelling alone, without the routers' own terms).
 
         "validation_loss" routes by threshold, as generation does; expert-choice models also get
         "validation_loss_topk", which looks at the whole sequence and is only good for comparison with training.
         """
         self.model.eval()
-        result = {}
+        result: dict[str, Any] = {}
         modes = ("threshold", "topk") if self.model.config.router == "expert_choice" else ("threshold",)
         for mode in modes:
             total, counts = torch.zeros((), device=self.device), torch.zeros_like(self.depths)
@@ -552,7 +570,9 @@ class Trainer:
         """Writes a checkpoint of the current step, unless a loss, a gradient or a weight isn't finite."""
         if self.window or self.own_window:
             self._read_window()
-        own = [parameter.to_local() if self.shards else parameter for parameter in self.parameters]
+        own: list[Any] = list(self.parameters)
+        if self.shards:
+            own = [parameter.to_local() for parameter in own]
         finite = torch.stack([parameter.isfinite().all() for parameter in own]).all().int()
         if self.world_size > 1:
             dist.all_reduce(finite, dist.ReduceOp.MIN)
@@ -595,7 +615,7 @@ class Trainer:
         self.window = [row.to(self.device) for row in tensors["window"]]
         self.depths = tensors["depths"].to(self.device)
 
-    def _write(self, line: dict) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         if self.rank == 0:
             with open(self.metrics, "a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -609,7 +629,7 @@ class Trainer:
 
 
 @contextmanager
-def _signals():
+def _signals() -> Iterator[list[int]]:
     """A list that a first SIGINT or SIGTERM puts its number into; a second one acts as it always did."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -617,11 +637,11 @@ def _signals():
         return
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def restore():
+    def restore() -> None:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
-    def note(number, frame):
+    def note(number: int, frame: object) -> None:
         received.append(number)
         restore()
 
@@ -633,7 +653,7 @@ def _signals():
         restore()
 
 
-def _read_metrics(path: Path) -> list[dict]:
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:

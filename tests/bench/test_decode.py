@@ -195,7 +195,7 @@ def test_a_steady_window_is_measured(fields, monkeypatch):
 
 def test_an_engine_that_stands_still_is_told(monkeypatch):
     engine = decode.engine_of(tiny(), None, 100, max_sequences=2)
-    monkeypatch.setattr(engine, "step", lambda: [])
+    monkeypatch.setattr(engine, "step", list)
     with pytest.raises(Mismatch, match="no token came in 1000 steps, and 3 requests are left"):
         decode.serve(engine, [3] * 3, 6)
 

@@ -389,17 +389,17 @@ def test_float64_is_left_to_eager(argument):
 
 def test_an_error_writes_nothing():
     cache = torch.zeros(3, 4, 2, 4)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="kv_append_: v: expected shape"):
         ops.kv_append_(NEW, NEW[:1], cache, cache, torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="kv_append_: slots: expected values of at least -1 and at most 11, got 12"):
         ops.kv_append_(NEW, NEW, cache, cache, torch.tensor([0, 12]))
     assert not cache.any()
     state = FLIGHT["x"].clone()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="depth_step_: recursions: expected"):
         step(x=state, recursions=torch.tensor([0, 1, 2, 3, 0]))
     assert torch.equal(state, FLIGHT["x"])
     state = [t.clone() for t in PAGES]
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="take_pages_: rows: expected"):
         ops.take_pages_(PAGES, torch.tensor([1, 1]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4)
     assert all(torch.equal(a, b) for a, b in zip(state, PAGES))
 

@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     version = wheel.name.split("-")[1]
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mor_kernels").rglob("*.py")}
-    assert {name for name in names if name.startswith("mor_kernels/")} == modules
+    assert {name for name in names if name.startswith("mor_kernels/")} == modules | {"mor_kernels/py.typed"}
     rest = {name for name in names if not name.startswith("mor_kernels/")}
     info = f"mor_kernels-{version}.dist-info"
     assert rest == {

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import types
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,13 @@ def test_unreadable_files(tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         list(documents(tmp_path / name))
+
+
+def test_any_sequence_is_several_sources(tmp_path):
+    for name in "ba":
+        (tmp_path / f"{name}.txt").write_text(f"{name} says something")
+    assert list(documents(deque([tmp_path / "b.txt", str(tmp_path / "a.txt")]))) == [
+        "b says something", "a says something"]
 
 
 def test_missing_and_empty_sources(tmp_path):

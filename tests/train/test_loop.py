@@ -110,7 +110,7 @@ def test_metrics_after_the_checkpoint_are_dropped(make_model, make_config):
 def test_resuming_with_other_settings(make_model, make_config, changes, message):
     train(make_model(**EXPERT), make_config(steps=2))
     with pytest.raises(ValueError, match=message):
-        Trainer(make_model(**EXPERT), make_config(**{**{"steps": 2}, **changes}))
+        Trainer(make_model(**EXPERT), make_config(**{"steps": 2, **changes}))
 
 
 def test_resuming_with_other_data_or_model(make_model, make_config, tmp_path):

@@ -36,7 +36,7 @@ def _schema() -> str:
     )
 
 
-def _fake(chosen, *_):
+def _fake(chosen: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     return (*(torch.empty_like(chosen) for _ in range(4)), torch.empty_like(chosen, dtype=torch.int32))
 
 

@@ -7,6 +7,9 @@ values of the first recursion it is the token's absolute position (recursive sha
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, overload
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -16,11 +19,20 @@ from .._numeric import wide
 from . import _choice, eager
 
 
-def _lse(q, *shape):
+def _lse(q: torch.Tensor, *shape: int) -> torch.Tensor:
     return q.new_empty(shape, dtype=wide(q.dtype))
 
 
-def _like_inputs(d_out, d_lse, q, k, v, k_fresh, v_fresh, *_):
+def _like_inputs(
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_fresh: torch.Tensor | None,
+    v_fresh: torch.Tensor | None,
+    *_: object,
+) -> tuple[torch.Tensor, ...]:
     return tuple(q.new_empty(0 if t is None else t.shape) for t in (q, k, v, k_fresh, v_fresh))
 
 
@@ -74,7 +86,19 @@ _backward_varlen = define(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, backend):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_fresh: torch.Tensor | None,
+        v_fresh: torch.Tensor | None,
+        q_positions: torch.Tensor | None,
+        q_lens: torch.Tensor | None,
+        k_lens: torch.Tensor | None,
+        scale: float,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)  # most callers ask for no log-sum-exp
         out, lse = _forward(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, backend)
         ctx.save_for_backward(q, k, v, k_fresh, v_fresh, out, lse, q_positions, q_lens, k_lens)
@@ -83,7 +107,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out, d_lse):
+    def backward(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
         gradients = _backward(_filled(d_out, saved), d_lse, *saved, *ctx.scalars)
         return *_given(gradients, saved), *[None] * 5
@@ -92,9 +116,11 @@ class _Attention(torch.autograd.Function):
 class _AttentionVarlen(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, v, k_fresh, v_fresh,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale, backend,
-    ):  # fmt: skip
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_fresh: torch.Tensor | None, v_fresh: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        q_positions: torch.Tensor | None, scale: float, backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         longest = max_seqlen_q, max_seqlen_k
         out, lse = _forward_varlen(
@@ -107,24 +133,34 @@ class _AttentionVarlen(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out, d_lse):
+    def backward(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         *tensors, q_positions = saved
         gradients = _backward_varlen(_filled(d_out, saved), d_lse, *tensors, *ctx.longest, q_positions, *ctx.scalars)
         return *_given(gradients, saved), *[None] * 7
 
 
-def _filled(d_out, saved):
+def _filled(d_out: torch.Tensor | None, saved: Sequence[torch.Tensor]) -> torch.Tensor:
     """Zeros where only the log-sum-exp was differentiated."""
     return torch.zeros_like(saved[5]) if d_out is None else d_out
 
 
-def _given(gradients, saved):
+def _given(gradients: Sequence[torch.Tensor], saved: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
     """Gradients of what was there."""
     return (None if t is None else gradient for t, gradient in zip(saved[:5], gradients))
 
 
-def _prepare(op, lead, q, k, v, k_fresh, v_fresh, q_positions, softmax_scale):
+def _prepare(
+    op: str,
+    lead: tuple[str, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_fresh: torch.Tensor | None,
+    v_fresh: torch.Tensor | None,
+    q_positions: torch.Tensor | None,
+    softmax_scale: float | None,
+) -> tuple[list[torch.Tensor | None], float]:
     """Checks that both forms share; q, k, v and the fresh ones as autocast wants them, and the scale."""
     _checks.tensor(op, "q", q, (*lead, "Tq", "H", "d"))
     heads, width = q.shape[-2:]
@@ -146,6 +182,36 @@ def _prepare(op, lead, q, k, v, k_fresh, v_fresh, q_positions, softmax_scale):
     return tensors, width**-0.5 if softmax_scale is None else float(softmax_scale)
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_positions: torch.Tensor | None = None,
+    k_fresh: torch.Tensor | None = None,
+    v_fresh: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    k_lens: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_positions: torch.Tensor | None = None,
+    k_fresh: torch.Tensor | None = None,
+    v_fresh: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    k_lens: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -159,7 +225,7 @@ def attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Query-subset attention, batched: a query at position p sees keys 0..p of its sequence (paper, section "KV Caching
     Strategies").
 
@@ -203,6 +269,40 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    q_positions: torch.Tensor | None = None,
+    k_fresh: torch.Tensor | None = None,
+    v_fresh: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    q_positions: torch.Tensor | None = None,
+    k_fresh: torch.Tensor | None = None,
+    v_fresh: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -218,7 +318,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Query-subset attention, packed: sequence b owns queries cu_seqlens_q[b]:cu_seqlens_q[b+1], and keys likewise.
 
     Args:

@@ -155,7 +155,7 @@ def choose(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale, direct
 
 
 def choose_backward(*arguments):
-    return choose(*_forward_of(arguments), direction="backward")
+    return choose(*_forward_of(arguments), direction="backward")  # type: ignore[misc]  # of any number to mypy
 
 
 def choose_varlen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 from .. import _checks, _dispatch
@@ -13,7 +15,17 @@ from ..rope import check_theta
 from . import eager
 
 
-def _refuses(x, weight, norm_weight, squares, eps, residual, next_norm_weight, gated, prefetch):
+def _refuses(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    next_norm_weight: torch.Tensor | None,
+    gated: bool,
+    prefetch: bool,
+) -> str | None:
     norms = norm_weight is not None or squares is not None or next_norm_weight is not None
     return _unread(x, weight, norm_weight, norms) or (
         "it reads rows of a residual whose elements lie side by side"
@@ -22,7 +34,20 @@ def _refuses(x, weight, norm_weight, squares, eps, residual, next_norm_weight, g
     )
 
 
-def _refuses_heads(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, eps, prefetch):
+def _refuses_heads(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    heads: int,
+    positions: torch.Tensor,
+    theta: float,
+    norm_weight: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    eps: float,
+    prefetch: bool,
+) -> str | None:
     if k_cache.shape[3] not in (64, 128):
         return f"its heads are of width 64 or 128, not {k_cache.shape[3]}"
     if k_cache.dtype != x.dtype:
@@ -33,7 +58,7 @@ def _refuses_heads(x, weight, k_cache, v_cache, slots, heads, positions, theta, 
     return _unread(x, weight, norm_weight, True)
 
 
-def _unread(x, weight, norm_weight, norms):
+def _unread(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, norms: bool) -> str | None:
     """Why the kernel can't read these; None if it can."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"its tensor cores multiply bfloat16 and float16, not {x.dtype}"
@@ -47,7 +72,17 @@ def _unread(x, weight, norm_weight, norms):
     return None
 
 
-def _fake(x, weight, norm_weight, squares, eps, residual, next_norm_weight, gated, prefetch):
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    next_norm_weight: torch.Tensor | None,
+    gated: bool,
+    prefetch: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
     none = next_norm_weight is None
     partial = (0,) if none else (y.shape[0], -(-y.shape[1] // eager.OF_SQUARES))
@@ -74,6 +109,34 @@ _qkv = define(
 )
 
 
+@overload
+def decode_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    next_norm_weight: None = None,
+    gated: bool = False,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+@overload
+def decode_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    next_norm_weight: torch.Tensor,
+    gated: bool = False,
+    prefetch: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def decode_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -222,7 +285,7 @@ def is_fused(x: torch.Tensor) -> bool:
     return chosen and x.dtype == torch.bfloat16 and _dispatch.unavailable("cuda", "decode_linear", x.device) is None
 
 
-def _check_squares(op, squares, norm_weight, x):
+def _check_squares(op: str, squares: torch.Tensor | None, norm_weight: torch.Tensor | None, x: torch.Tensor) -> None:
     if squares is None:
         return
     if norm_weight is not None:
@@ -232,9 +295,10 @@ def _check_squares(op, squares, norm_weight, x):
         _checks.fail(op, "squares", "at least one column", 0)
 
 
-def _of_one_dtype(op, tensors, *others):
+def _of_one_dtype(op: str, tensors: dict[str, torch.Tensor | None], *others: torch.Tensor | None) -> None:
     """And no tensor needs a gradient, of ``others`` either."""
     (name, first), *rest = tensors.items()
+    assert first is not None
     for argument, t in rest:
         if t is not None and t.dtype != first.dtype:
             _checks.fail(op, argument, f"the dtype of {name}, {first.dtype}", t.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -27,14 +29,14 @@ _backward = define(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, indices, backend):
+    def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, backend: str) -> torch.Tensor:
         ctx.save_for_backward(indices)
         ctx.length, ctx.backend = x.shape[0], backend
         return _forward(x, indices, backend)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_rows):
+    def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         return _backward(d_rows, indices, ctx.length, ctx.backend), None, None
 

@@ -7,6 +7,8 @@ float8_e4m3fn has a scale a head: what it holds times the scale is the value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -19,16 +21,27 @@ from . import eager
 STORED = (*_checks.FLOATS, torch.float8_e4m3fn)
 
 
-def _like_caches(k, v, k_cache, v_cache, slots):
+def _like_caches(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
 
 
-def _fake_lookup(k_cache, v_cache, page_table, cu_seqlens, total):
+def _fake_lookup(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows = k_cache.new_empty(total, *k_cache.shape[2:])
     return rows, torch.empty_like(rows)
 
 
-def _fake_lookup_backward(d_k, d_v, page_table, cu_seqlens, num_pages, page_size):
+def _fake_lookup_backward(
+    d_k: torch.Tensor,
+    d_v: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    num_pages: int,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     cache = d_k.new_empty(num_pages, page_size, *d_k.shape[1:])
     return cache, torch.empty_like(cache)
 
@@ -75,14 +88,22 @@ _lookup_backward = define(
 
 class _Append(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k, v, k_cache, v_cache, slots, backend):
+    def forward(
+        ctx: Any,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(slots)
         ctx.dtype, ctx.backend = k.dtype, backend
         return _append(k, v, k_cache, v_cache, slots, backend)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_k_cache, d_v_cache):
+    def backward(ctx: Any, d_k_cache: torch.Tensor, d_v_cache: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
         new = (gather(t.flatten(0, 1), slots, backend=ctx.backend).to(ctx.dtype) for t in (d_k_cache, d_v_cache))
         old = (None, None)
@@ -93,18 +114,32 @@ class _Append(torch.autograd.Function):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k_cache, v_cache, page_table, cu_seqlens, total, backend):
+    def forward(
+        ctx: Any,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        total: int,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(page_table, cu_seqlens)
         ctx.scalars = (k_cache.shape[0], k_cache.shape[1], backend)
         return _lookup(k_cache, v_cache, page_table, cu_seqlens, total, backend)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_k, d_v):
+    def backward(ctx: Any, d_k: torch.Tensor, d_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*_lookup_backward(d_k, d_v, *ctx.saved_tensors, *ctx.scalars), *[None] * 4)
 
 
-def check_caches(op, k_cache, v_cache, k_scale=None, v_scale=None):
+def check_caches(
+    op: str,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
     """Checks of every op that reads or writes caches of 8 bits."""
     _checks.tensor(op, "k_cache", k_cache, ("num_pages", "page_size", "G", "d"), STORED)
     _checks.tensor(op, "v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), k_cache)
@@ -115,7 +150,16 @@ def check_caches(op, k_cache, v_cache, k_scale=None, v_scale=None):
                 _checks.fail(op, name, f"None, for caches of {k_cache.dtype}", "a tensor")
 
 
-def _check_append(op, k, v, k_cache, v_cache, slots, positions, theta):
+def _check_append(
+    op: str,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None,
+    theta: float,
+) -> None:
     _checks.tensor(op, "k", k, ("n", *k_cache.shape[2:]), like=k_cache)
     _checks.tensor(op, "v", v, tuple(k.shape), (k.dtype,), k_cache)
     _checks.tensor(op, "slots", slots, (k.shape[0],), (torch.int64,), k_cache)

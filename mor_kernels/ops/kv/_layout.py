@@ -3,7 +3,9 @@ from __future__ import annotations
 import torch
 
 
-def entries_by_page(page_table, cu_seqlens, num_pages, page_size):
+def entries_by_page(
+    page_table: torch.Tensor, cu_seqlens: torch.Tensor, num_pages: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of the page table by the page that they name, and where those of each page begin; those past their row's
     end name none."""
     used = torch.arange(page_table.shape[1], device=page_table.device) * page_size < cu_seqlens.diff()[:, None]

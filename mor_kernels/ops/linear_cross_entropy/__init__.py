@@ -7,6 +7,7 @@ Liger Kernel's does the same, but asks the device twice a call (how many targets
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -54,16 +55,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Of rows (n, D). The gradients are computed in the forward pass, while a chunk's logits are there."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, needs_x, needs_weight, backend):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        needs_x: bool,
+        needs_weight: bool,
+        backend: str,
+    ) -> torch.Tensor:
         losses = x.new_empty(len(x), dtype=wide(x.dtype))
         d_x = x.new_empty(x.shape) if needs_x else None
         d_weight = weight.new_zeros(weight.shape, dtype=wide(weight.dtype)) if needs_weight else None
         for chunk in _chunks(len(x)):
             logits = x[chunk] @ weight.T  # until their losses are known; then their gradient
             losses[chunk] = _cross_entropy(logits, targets[chunk], needs_x or needs_weight, backend)
-            if needs_x:
+            if d_x is not None:
                 torch.mm(logits, weight, out=d_x[chunk])
-            if needs_weight:
+            if d_weight is not None:
                 _add_product(d_weight, logits.T, x[chunk])
             del logits  # before the next chunk's are there
         ctx.save_for_backward(d_x, d_weight)
@@ -72,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_total):
+    def backward(ctx: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = (None if d is None else _scaled(d, d_total, ctx.dtype, ctx.backend) for d in ctx.saved_tensors)
         return *gradients, None, None, None, None
 

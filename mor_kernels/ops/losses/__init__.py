@@ -6,6 +6,8 @@ Losses are means without their coefficients, computed and returned in fp32 (fp64
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,7 +18,7 @@ from .._numeric import wide
 from . import eager
 
 
-def _define(name, arguments, **saved):
+def _define(name: str, arguments: str, **saved: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A loss is two ops: the value, and its gradient for the first argument. What the latter needs of the former's sums
     are the tensors ``saved``, name -> fake."""
     tensors = ", ".join(f"Tensor {tensor}" for tensor in saved)
@@ -35,7 +37,7 @@ def _define(name, arguments, **saved):
 
     class Loss(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *args):
+        def forward(ctx: Any, *args: Any) -> torch.Tensor:
             loss, *sums = forward(*args)
             ctx.save_for_backward(*sums, *[a for a in args if isinstance(a, torch.Tensor)])
             ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
@@ -44,7 +46,7 @@ def _define(name, arguments, **saved):
 
         @staticmethod
         @once_differentiable
-        def backward(ctx, d_loss):
+        def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             tensors = iter(ctx.saved_tensors)
             sums = [next(tensors) for _ in saved]
             args = [next(tensors) if t else a for t, a in zip(ctx.is_tensor, ctx.args)]
@@ -53,15 +55,15 @@ def _define(name, arguments, **saved):
     return functools.partial(apply, Loss)
 
 
-def _fake_count(t, *_):
+def _fake_count(t: torch.Tensor, *_: object) -> torch.Tensor:
     return t.new_empty((), dtype=torch.int64)
 
 
-def _fake_aux_slope(logits, *_):
+def _fake_aux_slope(logits: torch.Tensor, *_: object) -> torch.Tensor:
     return logits.new_empty(logits.shape, dtype=wide(logits.dtype))
 
 
-def _fake_balance_slope(probs, depths, scope):
+def _fake_balance_slope(probs: torch.Tensor, depths: torch.Tensor, scope: str) -> torch.Tensor:
     return probs.new_empty(1 if scope == "batch" else probs.shape[0], probs.shape[2], dtype=wide(probs.dtype))
 
 

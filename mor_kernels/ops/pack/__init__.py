@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,7 +20,7 @@ class Packed(NamedTuple):
     cu_seqlens: torch.Tensor  #: (Nr, B+1) int32: where each sequence's tokens begin among them
 
 
-def _fake(depths, num_recursions):
+def _fake(depths: torch.Tensor, num_recursions: int) -> tuple[torch.Tensor, torch.Tensor]:
     batch, length = depths.shape
     return (
         depths.new_empty(num_recursions, batch * length, dtype=torch.int64),
@@ -38,13 +38,13 @@ _pack = define(
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, depths, num_recursions, backend):
+    def forward(ctx: Any, depths: torch.Tensor, num_recursions: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = _pack(depths, num_recursions, backend)
         ctx.mark_non_differentiable(*outputs)
         return outputs
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: object) -> tuple[None, None, None]:
         return None, None, None
 
 
@@ -99,7 +99,14 @@ _choose_backward = define(
 
 class _Choose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, bias, valid, activation, backend):
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        activation: str,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         depths, probs = _choose(logits, bias, valid, activation, backend)
         ctx.mark_non_differentiable(depths)
         ctx.save_for_backward(logits, probs)
@@ -108,7 +115,9 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _, d_probs):
+    def backward(
+        ctx: Any, _: torch.Tensor | None, d_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         return _choose_backward(d_probs, *ctx.saved_tensors, ctx.activation, ctx.backend), None, None, None, None
 
 

@@ -16,7 +16,7 @@ from . import eager
 from ._parts import ENTRY, empty_schedule, most_parts, schedule_size
 
 
-def _too_wide(q, *_):
+def _too_wide(q: torch.Tensor, *_: object) -> str | None:
     return f"heads of width {q.shape[2]} are more than its kernels' 256" if q.shape[2] > 256 else None
 
 
@@ -84,7 +84,9 @@ def attention_schedule(
     return _schedule(k_lens, heads, groups, queries, *suited, rows, cu_seqlens_q, split, resolve(op, backend, k_lens))
 
 
-def _check_lanes(op, k_lens, queries, rows, cu_seqlens_q):
+def _check_lanes(
+    op: str, k_lens: torch.Tensor, queries: int, rows: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None
+) -> None:
     lanes = k_lens.shape[0]
     if rows is not None:
         _checks.tensor(op, "rows", rows, (lanes,), (torch.int64,), k_lens)

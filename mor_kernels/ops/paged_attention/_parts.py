@@ -25,7 +25,7 @@ def wanted(groups: int) -> int:
     return max(PROGRAMS // groups, 1)
 
 
-def most_parts(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q) -> int:
+def most_parts(lanes: int, heads: int, groups: int, queries: int, cu_seqlens_q: torch.Tensor | None) -> int:
     """Parts that the lanes can be split into: each tile of queries has one, and ``PROGRAMS`` are wanted.
 
     A lane has at most one tile that isn't full; and full tiles are as large as they can be, or there are no more of
@@ -39,7 +39,17 @@ def schedule_size(parts: int, groups: int, ranges: int) -> int:
     return parts * (FIELDS + groups) + ranges * ENTRY
 
 
-def empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split) -> torch.Tensor:
+def empty_schedule(
+    k_lens: torch.Tensor,
+    heads: int,
+    groups: int,
+    queries: int,
+    width: int,
+    item_size: int,
+    rows: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    split: bool,
+) -> torch.Tensor:
     parts = most_parts(k_lens.shape[0], heads, groups, queries, cu_seqlens_q)
     return k_lens.new_empty(schedule_size(parts, groups, most_ranges(groups, width, item_size, k_lens.device)))
 
@@ -65,7 +75,7 @@ def _blocks(width: int, item_size: int, major: int) -> int:
     return 3 if width <= 128 or item_size == 2 else 2
 
 
-def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q) -> int:
+def queries_of_a_tile(lanes: int, group: int, queries: int, cu_seqlens_q: torch.Tensor | None) -> int:
     """One where each lane has one; else as many as a lane has in the mean, if that many rows fit into a tile."""
     if cu_seqlens_q is None:
         return 1
@@ -78,7 +88,9 @@ def _most_queries(group: int) -> int:
     return 1 << max(ROWS // group, 1).bit_length() - 1
 
 
-def unread(q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor, k_lens: torch.Tensor):
+def unread(
+    q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor, k_lens: torch.Tensor
+) -> torch.Tensor | None:
     """The output where there is no key to read, empty or zeros; else None."""
     if 0 in (q.numel(), k_cache.numel(), page_table.numel(), k_lens.numel()):
         return q.new_zeros(q.shape)

@@ -20,7 +20,17 @@ from . import eager
 _STATE = "Tensor(a!) lengths, Tensor(b!) owned, Tensor(c!) page_table, Tensor(d!) free_pages, Tensor(e!) free_count"
 
 
-def _fake_take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, total, page_size):
+def _fake_take(
+    lengths: torch.Tensor,
+    owned: torch.Tensor,
+    page_table: torch.Tensor,
+    free_pages: torch.Tensor,
+    free_count: torch.Tensor,
+    rows: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    total: int,
+    page_size: int,
+) -> tuple[torch.Tensor, ...]:
     lens = rows.new_empty(rows.shape, dtype=torch.int32)
     return rows.new_empty(total), rows.new_empty(rows.shape), lens, rows.new_empty(())
 
@@ -76,7 +86,7 @@ class Taken(NamedTuple):
     refused: torch.Tensor  #: () int64: 0; or the pages that were lacking; or -1 if a row would outgrow its page table
 
 
-def check_pages(op, pages, rows, cu_seqlens=None):
+def check_pages(op: str, pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> None:
     _checks.tensor(op, "lengths", pages.lengths, ("rows",), (torch.int64,))
     like = pages.lengths
     _checks.tensor(op, "owned", pages.owned, tuple(like.shape), (torch.int64,), like)

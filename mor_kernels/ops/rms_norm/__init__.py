@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -13,15 +15,15 @@ from .._numeric import wide
 from . import eager
 
 
-def _like(x, dtype):
+def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _sums(rows):
+def _sums(rows: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
 
 
-def _sum_dtype(x, add):
+def _sum_dtype(x: torch.Tensor, add: torch.Tensor | None) -> torch.dtype:
     return x.dtype if add is None else torch.promote_types(x.dtype, add.dtype)
 
 
@@ -50,7 +52,15 @@ class _RMSNormLinear(torch.autograd.Function):
     writes the gradient of the sum writes it anew on the way."""
 
     @staticmethod
-    def forward(ctx, x, add, norm_weight, weight, eps, backend):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        add: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = _sum_dtype(x, add) if weight is None else weight.dtype
         total, h, rstd = _forward(x, add, norm_weight, eps, dtype, backend)
         if add is None:  # under another name, so that the gradient of both uses of x comes here
@@ -61,11 +71,12 @@ class _RMSNormLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_total, d_y):
+    def backward(
+        ctx: Any, d_total: torch.Tensor, d_y: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
         total, rstd, norm_weight, weight = ctx.saved_tensors  # read once: activation checkpointing allows no more
         eps, backend, add_dtype, x_dtype = ctx.scalars
         needs_x, needs_add, needs_norm, needs_weight, _, _ = ctx.needs_input_grad
-        d = d_norm = None
         if needs_x or needs_add or needs_norm:
             d_h = d_y if weight is None else d_y @ weight
             d, h, d_norm = _backward(d_h, d_total, total, rstd, norm_weight, needs_weight, backend)
@@ -149,7 +160,15 @@ def rms_norm(
     return _rms_norm("rms_norm", x, norm_weight, None, eps, add, backend)
 
 
-def _rms_norm(op, x, norm_weight, weight, eps, add, backend):
+def _rms_norm(
+    op: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    add: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     _checks.tensor(op, "x", x, ("...", "D"))
     width = x.shape[-1]
     _checks.tensor(op, "norm_weight", norm_weight, (width,), like=x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -39,7 +40,9 @@ _join = define(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, positions, theta, backend):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor | None, positions: torch.Tensor, theta: float, backend: str
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(positions)
         ctx.scalars = (theta, backend)
         out_q, out_k = _rope(q, k, positions, theta, False, backend)
@@ -47,7 +50,9 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_q, d_k=None):  # a rotation's transpose turns back
+    def backward(
+        ctx: Any, d_q: torch.Tensor, d_k: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:  # a rotation's transpose turns back
         (positions,) = ctx.saved_tensors
         theta, backend = ctx.scalars
         out_q, out_k = _rope(d_q, d_k, positions, theta, True, backend)
@@ -56,14 +61,18 @@ class _Rope(torch.autograd.Function):
 
 class _RopeQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, heads, positions, theta, backend):
+    def forward(
+        ctx: Any, qkv: torch.Tensor, heads: int, positions: torch.Tensor, theta: float, backend: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(positions)
         ctx.scalars = (theta, backend)
         return _split(qkv, heads, positions, theta, backend)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_q, d_k, d_v):
+    def backward(
+        ctx: Any, d_q: torch.Tensor, d_k: torch.Tensor, d_v: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         (positions,) = ctx.saved_tensors
         theta, backend = ctx.scalars
         return _join(d_q, d_k, d_v, positions, theta, backend), None, None, None, None
@@ -74,13 +83,21 @@ def check_theta(op: str, theta: float) -> None:
         _checks.fail(op, "theta", "a finite number > 0", theta)
 
 
+@overload
+def rope(
+    x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0, *, backend: str | None = None
+) -> torch.Tensor: ...
+@overload
+def rope(
+    x: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor, theta: float = 10000.0, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def rope(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     positions: torch.Tensor,
     theta: float = 10000.0,
     *,
     backend: str | None = None,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries or keys, or both at once, by their positions (NeoX half-split pairs).
 
     Dimensions i and i + d/2 of a head are a pair, which turns by the angle ``position * theta ** (-2i / d)``.
@@ -101,17 +118,20 @@ def rope(
         RuntimeError: the named backend isn't available.
     """
     op = "rope"
-    pair = isinstance(x, (tuple, list))
-    if pair and len(x) != 2:
-        _checks.fail(op, "x", "a tensor or a pair of them", f"{len(x)} of them")
-    q, k = x if pair else (x, None)
-    name = "q" if pair else "x"
+    name, k = "x", None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            _checks.fail(op, "x", "a tensor or a pair of them", f"{len(x)} of them")
+        name, (q, k) = "q", x
+    else:
+        q = x
     _checks.tensor(op, name, q, ("...", "H", "d"))
     lead, width = tuple(q.shape[:-2]), q.shape[-1]
     if width % 2:
         _checks.fail(op, name, "an even last dimension", width)
-    if pair:
+    if name == "q":
         _checks.tensor(op, "k", k, (*lead, "G", width), like=q)
+        assert k is not None
         if k.dtype != q.dtype:
             _checks.fail(op, "k", f"the dtype of q, {q.dtype}", k.dtype)
     _checks.tensor(op, "positions", positions, lead, INTEGERS, q)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,7 +23,19 @@ class Routed(NamedTuple):
     counts: torch.Tensor  #: (B,) int32: tokens kept
 
 
-def _fake(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    candidates: torch.Tensor | None,
+    seqlens: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    k: int,
+    activation: str,
+    alpha: float,
+    temperature: float,
+    rank: str,
+) -> tuple[torch.Tensor, ...]:
     batch, length, width = x.shape
     scored = length if candidates is None else candidates.shape[1]
     dtype = wide(x.dtype)
@@ -36,7 +48,18 @@ def _fake(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
     )
 
 
-def _fake_backward(d_rows, d_gates, d_logits, x, weight, logits, candidates, seqlens, indices, *scalars):
+def _fake_backward(
+    d_rows: torch.Tensor,
+    d_gates: torch.Tensor,
+    d_logits: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    logits: torch.Tensor,
+    candidates: torch.Tensor | None,
+    seqlens: torch.Tensor | None,
+    indices: torch.Tensor,
+    *scalars: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """d_x, and the gradient of the weight or of the ready logits; the other of the two is empty."""
     if weight is None:
         return x.new_empty(x.shape), x.new_empty(0), d_logits.new_empty(d_logits.shape)
@@ -65,7 +88,21 @@ _backward = define(
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank, backend):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        logits: torch.Tensor | None,
+        candidates: torch.Tensor | None,
+        seqlens: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        k: int,
+        activation: str,
+        alpha: float,
+        temperature: float,
+        rank: str,
+        backend: str,
+    ) -> tuple[torch.Tensor, ...]:
         rows, indices, gates, logits, counts = _forward(
             x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank, backend
         )
@@ -76,7 +113,14 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_rows, _d_indices, d_gates, d_logits, _d_counts):
+    def backward(
+        ctx: Any,
+        d_rows: torch.Tensor,
+        _d_indices: torch.Tensor | None,
+        d_gates: torch.Tensor,
+        d_logits: torch.Tensor,
+        _d_counts: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, logits, candidates, seqlens, indices = ctx.saved_tensors
         d_x, d_weight, d_logits = _backward(
             d_rows, d_gates, d_logits, x, weight, logits, candidates, seqlens, indices, *ctx.scalars

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -12,7 +14,15 @@ from . import eager
 RESIDUALS = ("block", "delta", "none")
 
 
-def _fake_backward(d_out, x, update, indices, gates, dtype, residual):
+def _fake_backward(
+    d_out: torch.Tensor,
+    x: torch.Tensor | None,
+    update: torch.Tensor | None,
+    indices: torch.Tensor,
+    gates: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         d_out.new_empty(0 if residual == "block" else d_out.shape),
         d_out.new_empty(*indices.shape, d_out.shape[2], dtype=dtype),
@@ -46,7 +56,15 @@ _backward = define(
 
 class _ScatterBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, update, indices, gates, residual, backend):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        update: torch.Tensor,
+        indices: torch.Tensor,
+        gates: torch.Tensor | None,
+        residual: str,
+        backend: str,
+    ) -> torch.Tensor:
         # The gradients of x and update need neither; d_x of "block" is d_out itself, so the op leaves it out.
         needs_x = gates is not None and residual == "delta"
         ctx.save_for_backward(x if needs_x else None, None if gates is None else update, indices, gates)
@@ -55,14 +73,18 @@ class _ScatterBack(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out):
+    def backward(
+        ctx: Any, d_out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor | None, None, None]:
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
         d_x, d_update, d_gates = _backward(d_out, *saved, *ctx.scalars)
         gated, residual = saved[3] is not None, ctx.scalars[1]
         return d_out if residual == "block" else d_x, d_update, None, d_gates if gated else None, None, None
 
 
-def _batched(op, x, update, indices, gates, residual):
+def _batched(
+    op: str, x: torch.Tensor, update: torch.Tensor, indices: torch.Tensor, gates: torch.Tensor | None, residual: str
+) -> tuple[torch.Tensor | None, ...]:
     """The checked tensors, packed ones as a batch of one."""
     if not isinstance(x, torch.Tensor) or x.dim() not in (2, 3):
         _checks.fail(op, "x", "a tensor of shape (B, N, D) or (M, D)", getattr(x, "shape", type(x).__name__))

@@ -9,7 +9,7 @@ from .._cuda import RESIDUALS, inverse_of, launch
 from .._layout import contiguous
 
 
-def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()
 
 

@@ -182,7 +182,7 @@ def _scatter_backward(
         _zero_slots_of_none(indices, program - by_position, d_update, d_gates, length, k, D, ROWS, WIDTH)
 
 
-def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()
 
 

@@ -3,6 +3,8 @@ with the down projection."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -30,14 +32,14 @@ class _SwigluLinear(torch.autograd.Function):
     """Of tokens as rows (n, 2F). h isn't kept: the kernel that reads its gradient writes it anew in place of that."""
 
     @staticmethod
-    def forward(ctx, gate_up, weight, backend):
+    def forward(ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.backend = backend
         return F.linear(_forward(gate_up, backend), weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_y):
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         gate_up, weight = ctx.saved_tensors  # read once: activation checkpointing allows no more
         needs_gate_up, needs_weight, _ = ctx.needs_input_grad
         d_gate_up = None
