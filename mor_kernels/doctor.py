@@ -13,7 +13,8 @@ import torch
 from . import __version__
 from .ops import _dispatch
 
-PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "datasets", "flash-attn-4")
+PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "datasets", "flash-attn-4",
+            "transformers", "accelerate", "lm-eval", "fastapi", "uvicorn")  # fmt: skip
 VARIABLES = ("MOR_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 
