@@ -45,6 +45,7 @@ TINY = {
     "initializer_range": 0.4,
 }  # fmt: skip
 EXPERT, TOKEN = {**TINY, "router": "expert_choice"}, {**TINY, "router": "token_choice"}
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 END = 256  # the tokenizer's only token besides bytes; 257 is free
 
 
@@ -183,7 +184,9 @@ def test_forward_refuses_by_name(model, name):
 # generate()
 
 
-def test_generation_is_the_engines_whatever_the_padding(model):
+@pytest.mark.parametrize("device", DEVICES)
+def test_generation_is_the_engines_whatever_the_padding(device):
+    model = new().to(device)
     prompts = [ids(5).tolist(), ids(2, seed=2).tolist(), ids(9, seed=3).tolist()]
     done = Engine(model.model, max_sequences=4).generate(prompts, SamplingParams(max_tokens=6, stop_token_ids=[200]))
     want = [prompt + c.tokens for prompt, c in zip(prompts, done)]
@@ -191,15 +194,14 @@ def test_generation_is_the_engines_whatever_the_padding(model):
         rows = [([0] * (9 - len(p)) + p) if side == "left" else p + [0] * (9 - len(p)) for p in prompts]
         mask = [([0] * (9 - len(p)) + [1] * len(p)) if side == "left" else [1] * len(p) + [0] * (9 - len(p))
                 for p in prompts]  # fmt: skip
-        out = model.generate(
-            torch.tensor(rows), attention_mask=torch.tensor(mask), max_new_tokens=6, eos_token_id=200, pad_token_id=7
-        )
-        assert torch.equal(out[:, :9], torch.tensor(rows))
+        rows, mask = (torch.tensor(part, device=device) for part in (rows, mask))
+        out = model.generate(rows, attention_mask=mask, max_new_tokens=6, eos_token_id=200, pad_token_id=7)
+        assert torch.equal(out[:, :9], rows)
         for row, prompt, whole in zip(out[:, 9:].tolist(), prompts, want):
             new_tokens = whole[len(prompt) :]
             assert row == new_tokens + [7] * (len(row) - len(new_tokens))
     # without a mask: what is pad_token_id, and not eos_token_id as well, is padding
-    rows = torch.tensor([[257] * (9 - len(p)) + p for p in prompts])
+    rows = torch.tensor([[257] * (9 - len(p)) + p for p in prompts], device=device)
     inferred = model.generate(input_ids=rows, max_new_tokens=6, eos_token_id=200, pad_token_id=257)
     assert [[t for t in row if t != 257] for row in inferred.tolist()] == want
 
