@@ -32,8 +32,8 @@ if not torch.cuda.is_available():
             return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
 
         def patch_builtin(package, *rest):
-            """As the interpreter's own, which takes a third of its time: at each call of a function in a kernel, it goes
-            again through all that the language has, to find that all of it is patched."""
+            """As the interpreter's own, which takes a third of its time: at each call of a function in a kernel, it
+            goes again through all that the language has, to find that all of it is patched."""
             names = names_of_builtins(package)
             if names and is_builtin(getattr(package, names[0])):
                 for name in names:

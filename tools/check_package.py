@@ -1,11 +1,11 @@
 """Build the source distribution and, from it, the wheel; look at what they hold; install the wheel into a fresh
-environment and use it there (tests/packaging/smoke.py), for the oldest and the newest Python and torch supported.
+environment and use it there (tests/packaging/smoke.py and bare.py), on the oldest and the newest Python and torch.
 
-    python tools/check_package.py                            # oldest and newest, as `make package`
-    python tools/check_package.py 3.11:2.13.0 /opt/python:   # these: Python's version or path, torch's version or newest
+    make package                                              # oldest and newest
+    python -m tools.check_package 3.11:2.13.0 /opt/python:    # Python's version or path, and torch's, or its newest
 
-Packages come from pip, as for a user; torch is gigabytes. Where there is nvcc, the wheel is also built with the CUDA
-kernels, and installed in place of the other.
+Packages come from pip, as for a user; torch is gigabytes. Where there is nvcc and MOR_CUDA isn't 0, the wheel is also
+built with the CUDA kernels, and installed in place of the other.
 """
 
 import argparse
@@ -19,17 +19,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import toolchain
+from tools import toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ("3.10:2.6.*", "3.13:2.14.*")  # the oldest is what pyproject.toml declares
 BUILT_FROM = {"pyproject.toml", "setup.py", "CMakeLists.txt", "tools/toolchain.py"}
-# Of files that a clone may lack, the source distribution has those that are there.
 DOCUMENTS = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"}
-WRITTEN_BY_SETUPTOOLS = {"PKG-INFO", "setup.cfg", "MANIFEST.in"} | {
-    f"mor_kernels.egg-info/{name}.txt"
-    for name in ("SOURCES", "dependency_links", "entry_points", "requires", "top_level")
-} | {"mor_kernels.egg-info/PKG-INFO"}  # fmt: skip
+EGG_INFO = ("PKG-INFO", "SOURCES.txt", "dependency_links.txt", "entry_points.txt", "requires.txt", "top_level.txt")
+WRITTEN_BY_SETUPTOOLS = {"PKG-INFO", "setup.cfg", "MANIFEST.in", *(f"mor_kernels.egg-info/{name}" for name in EGG_INFO)}
 
 
 def copy_source(target):
@@ -40,17 +37,16 @@ def copy_source(target):
 
 def package():
     """Names of the files that an installation has, but for the compiled kernels."""
-    paths = [*ROOT.glob("mor_kernels/**/*.py"), *ROOT.glob("mor_kernels/py.typed")]
-    return {path.relative_to(ROOT).as_posix() for path in paths}
+    modules = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("mor_kernels/**/*.py")}
+    return modules | {"mor_kernels/py.typed"}
 
 
 def sdist_faults(archive):
     """What is wrong with the files of a source distribution, a line each."""
     with tarfile.open(archive) as file:
         names = {member.name.partition("/")[2] for member in file if member.isfile()}
-    documents = {name for name in DOCUMENTS if (ROOT / name).exists()}
     kernels = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*")}
-    return _differences(archive, names, package() | BUILT_FROM | documents | kernels | WRITTEN_BY_SETUPTOOLS)
+    return _differences(archive, names, package() | BUILT_FROM | DOCUMENTS | kernels | WRITTEN_BY_SETUPTOOLS)
 
 
 def wheel_faults(wheel):
@@ -71,7 +67,7 @@ def wheel_faults(wheel):
 
 def _differences(archive, names, expected):
     lacking = [f"{archive.name} lacks {name}" for name in sorted(expected - names)]
-    return lacking + [f"{archive.name} holds {name}, which isn't meant to be in it" for name in sorted(names - expected)]
+    return lacking + [f"{archive.name} holds {name}, which doesn't belong there" for name in sorted(names - expected)]
 
 
 def find_python(wanted):
@@ -87,13 +83,16 @@ def find_python(wanted):
     sys.exit(f"expected a Python such as 3.10, or the path of one, that is installed; got {wanted!r}")
 
 
-def run(*command, **variables):
+def run(*command, quiet=False, **variables):
+    """Run a command outside of the checkout; a quiet one is heard only if it fails."""
     print("+", *command, flush=True)
     environment = {**os.environ, **variables}
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TRITON_INTERPRET"):
         environment.pop(name, None)
-    if subprocess.run([str(part) for part in command], cwd=tempfile.gettempdir(), env=environment).returncode:
-        sys.exit(f"failed: {' '.join(map(str, command))}")
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
+    finished = subprocess.run([str(part) for part in command], cwd=tempfile.gettempdir(), env=environment, **output)
+    if finished.returncode:
+        sys.exit(f"{finished.stdout or ''}\nfailed: {' '.join(map(str, command))}")
 
 
 def new_environment(python, folder):
@@ -106,11 +105,11 @@ def build(python, folder):
     source, out, with_kernels = copy_source(folder / "source"), folder / "dist", folder / "with_kernels"
     builder = new_environment(python, folder / "builder")
     run(builder, "-m", "pip", "install", "-q", "build")
-    run(builder, "-m", "build", "--outdir", out, source, MOR_CUDA="0")
+    run(builder, "-m", "build", "--outdir", out, source, quiet=True, MOR_CUDA="0")
     [sdist], [pure] = out.glob("*.tar.gz"), out.glob("*.whl")
     faults, kernels = sdist_faults(sdist) + wheel_faults(pure), None
-    if toolchain.no_nvcc() is None:
-        run(builder, "-m", "pip", "wheel", "-q", "--no-deps", sdist, "-w", with_kernels, MOR_CUDA="1")
+    if toolchain.choice() != "0" and toolchain.no_nvcc() is None:
+        run(builder, "-m", "pip", "wheel", "--no-deps", sdist, "-w", with_kernels, quiet=True, MOR_CUDA="1")
         [kernels] = with_kernels.glob("*.whl")
         faults += wheel_faults(kernels)
     if faults:
@@ -122,7 +121,8 @@ def check(python, torch, folder):
     """Build, install and use the package on one Python and torch."""
     pure, kernels = build(python, folder)
     fresh = new_environment(python, folder / "fresh")
-    run(fresh, "-m", "pip", "install", "-q", pure, f"torch=={torch}" if torch else "torch")
+    # a module is compiled when it is imported: most of torch never is
+    run(fresh, "-m", "pip", "install", "-q", "--no-compile", pure, f"torch=={torch}" if torch else "torch")
     run(fresh, "-m", "pip", "check")
     tests = ROOT / "tests" / "packaging"
     run(fresh, tests / "smoke.py")

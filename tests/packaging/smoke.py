@@ -2,15 +2,11 @@
 what it declares. With --kernels, only that it was installed with its CUDA kernels, and that they are found.
 """
 
-import contextlib
-import io
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
