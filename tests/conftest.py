@@ -75,6 +75,11 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    """What takes longest comes first, so that no worker waits for another one's in the end."""
+    items.sort(key=lambda item: item.path.name not in ("test_aot.py", "test_processes.py"))
+
+
 @pytest.fixture(autouse=True)
 def _deterministic(request):
     """A fixed seed, and PyTorch's deterministic mode, which also fills uninitialised memory with NaN. It only warns

@@ -100,7 +100,7 @@ def models(folder):
 
 
 def command(folder):
-    """Train, go on, generate, evaluate."""
+    """Train, go on, generate, evaluate, show depths; and each extra's command or module without it."""
     text, run = folder / "fox.txt", folder / "run"
     text.write_text(TEXT, encoding="utf-8")
     arguments = ["train", run, "--source", text, "--model", *TINY, "router=expert_choice", "--train", *TRAINING]
@@ -113,8 +113,22 @@ def command(folder):
     assert call(*settings).startswith("The quick") and call(*settings) == call(*settings)
     call("eval", run, "--text", text, "--json", folder / "eval.json")
     assert json.loads((folder / "eval.json").read_text())
-    told = call("train", folder / "other", "--source", "hf:some/text", "--model", *TINY, fails=True)
-    assert "pip install datasets" in told, told
+    assert "fox" in call("depth", run, "The quick brown fox", "--color", "never")
+
+    # what is not installed is named, with the way to get it
+    for extra, arguments in {
+        "mor-kernels[server]": ["serve", run],
+        "mor-kernels[plot]": ["depth", run, "The quick", "--png", folder / "depths.png"],
+        "datasets": ["train", folder / "other", "--source", "hf:some/text", "--model", *TINY],
+    }.items():
+        told = call(*arguments, fails=True)
+        assert f"pip install {extra}" in told and "Traceback" not in told, told
+    try:
+        import mor_kernels.hf  # noqa: F401
+    except ImportError as error:
+        assert "pip install 'mor-kernels[hf]'" in str(error), error
+    else:
+        raise AssertionError("mor_kernels.hf was imported without transformers")
 
 
 def main():
