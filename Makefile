@@ -6,6 +6,8 @@
 # make docs: the pages in build/docs, where a warning is an error.
 # make aot: the Triton kernels, compiled for A100 and H100 without a GPU, and what became of them; TRITON=3.6.0 does it
 # with that Triton, in a folder of its own, in place of the installed one.
+# make package: the distributions, what they hold, and their use on the oldest and newest Python and torch, which pip
+# downloads, gigabytes each; ON="3.11:2.13.0 3.12:" does it on these (Python:torch).
 PY ?=
 VPY := .venv/bin/python
 # two workers of one thread each; a machine without network may lack pytest-xdist
@@ -13,7 +15,7 @@ WORKERS = $(shell $(VPY) -c "import xdist; print('-n', 2)" 2>/dev/null)
 # OpenMP's spinning threads take milliseconds of a tiny operation on a busy machine
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test emulate races lint docs aot env clean
+.PHONY: demo test emulate races lint docs aot package env clean
 .DEFAULT_GOAL := test
 
 demo: env
@@ -39,6 +41,9 @@ docs: env
 
 aot: env $(if $(TRITON),build/triton-$(TRITON))
 	PYTHONPATH=$(if $(TRITON),build/triton-$(TRITON):). $(VPY) tests/aot.py
+
+package: env
+	$(VPY) -m tools.check_package $(ON)
 
 build/triton-%: | env
 	rm -rf $@.part

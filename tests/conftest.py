@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 
@@ -18,10 +20,26 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the kernels run in Triton's interpreter
     _parts.PROGRAMS = 8  # where each program that has nothing to do still takes a millisecond
     if importlib.util.find_spec("triton"):
-        from triton.runtime.interpreter import interpreter_builder
+        from triton.language.core import is_builtin
+        from triton.runtime import interpreter
 
+        interpreter_builder = interpreter.interpreter_builder
         if hasattr(interpreter_builder.options, "sanitize_overflow"):  # it builds checks, and then drops them
             interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+
+        @functools.cache
+        def names_of_builtins(package):
+            return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+        def patch_builtin(package, *rest):
+            """As the interpreter's own, which takes a third of its time: at each call of a function in a kernel, it
+            goes again through all that the language has, to find that all of it is patched."""
+            names = names_of_builtins(package)
+            if names and is_builtin(getattr(package, names[0])):
+                for name in names:
+                    interpreter._patch_attr(package, name, getattr(package, name), *rest)
+
+        interpreter._patch_builtin = patch_builtin
 
 if emulate := os.environ.get("MOR_EMULATE"):  # the CUDA kernels on a CPU, too
     from tests import emulator
@@ -55,6 +73,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items):
+    """What takes longest comes first, so that no worker waits for another one's in the end."""
+    items.sort(key=lambda item: item.path.name not in ("test_aot.py", "test_processes.py"))
 
 
 @pytest.fixture(autouse=True)

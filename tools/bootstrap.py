@@ -98,20 +98,23 @@ def create():
 
 def install():
     pip = [PYTHON, "-m", "pip"]
+    # Compiling all modules takes as long as the rest of it, and few are ever imported. Python compiles those the first
+    # time, but each time where it may not keep the result.
+    install = [*pip, "install", "-q", *([] if sys.dont_write_bytecode else ["--no-compile"])]
     if not has(PYTHON, "pip") and not runs(PYTHON, "import ensurepip; ensurepip.bootstrap()"):
         if not run(sys.executable, "-m", "pip", "--python", PYTHON, "install", "-q", "pip"):
             sys.exit(f"{sys.executable} has neither pip nor ensurepip (on Debian: apt-get install python3-venv)")
     if not has(PYTHON, "torch"):
         # On PyPI torch for Linux is a CUDA build of gigabytes whatever the machine; MOR_TORCH can name another index.
         default = "torch" if has_gpu() else "torch==2.13.0 'triton==3.7.1; sys_platform == \"linux\"'"
-        must_run(*pip, "install", "-q", *shlex.split(os.environ.get("MOR_TORCH", default)))
+        must_run(*install, *shlex.split(os.environ.get("MOR_TORCH", default)))
     keep = VENV / "constraints.txt"
     keep.write_text(subprocess.check_output([str(PYTHON), "-c", INSTALLED], universal_newlines=True))
-    editable = [*pip, "install", "-q", "-c", keep, "--no-build-isolation", "-e"]
+    editable = [*install, "-c", keep, "--no-build-isolation", "-e"]
     lacking = subprocess.check_output([str(PYTHON), "tools/toolchain.py"], cwd=str(ROOT), universal_newlines=True)
     if lacking.split():
-        run(*pip, "install", "-q", "-c", keep, *lacking.split())  # without them there will be no kernels
-    ready = run(*pip, "install", "-q", "setuptools>=77")
+        run(*install, "-c", keep, *lacking.split())  # without them there will be no kernels
+    ready = run(*install, "setuptools>=77")
     if ready and run(*editable, ".[dev]"):
         return
     if not any(VENV.glob("lib/python*/site-packages/host.pth")):

@@ -109,7 +109,8 @@ def test_append_turns_keys_and_queries(device, backend, n, heads, half, groups, 
         written = slots[slots >= 0]
         others = torch.ones(pages * page_size, dtype=torch.bool)
         others[written] = False
-        assert torch.equal(bits(cache[others.nonzero()[:, 0]]), bits(before.flatten(0, 1)[others.nonzero()[:, 0]]))
+        # as bytes, since torch 2.6 can't index 8-bit floats
+        assert torch.equal(bits(cache)[others], bits(before.flatten(0, 1))[others])
         if stored != FP8:
             slack = (4e-4 if backend == "eager" and dtype != torch.float64 else 1e-6) if name == "k" else 0.0
             s.assert_close(cache[written], want[slots >= 0], stored, 0.5, name, slack=slack)

@@ -1,19 +1,16 @@
 """The source distribution, the wheel built from it without CUDA kernels, and that wheel installed."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
-from tools import toolchain
+from tools import check_package, toolchain
 
-ROOT = Path(__file__).parents[2]
 SETUPTOOLS = max((int(d.version.split(".")[0]) for d in distributions(name="setuptools")), default=0)
 pytestmark = pytest.mark.skipif(SETUPTOOLS < 77, reason="builds without network: setuptools 77 must be installed")
 
@@ -32,11 +29,7 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy: setuptools builds inside the source, and what an earlier build left there gets in."""
-    copy = tmp_path_factory.mktemp("source") / "mor-kernels"
-    ignore = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "*.so")
-    shutil.copytree(ROOT, copy, ignore=ignore)
-    return copy
+    return check_package.copy_source(tmp_path_factory.mktemp("source") / "mor-kernels")
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +55,30 @@ def site(wheel, tmp_path_factory):
     return target
 
 
-def test_the_source_distribution_holds_what_the_kernels_are_built_from(sdist):
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").iterdir()}
-    assert sources | {"CMakeLists.txt", "setup.py", "tools/toolchain.py"} <= names
-    assert not [name for name in names if name.endswith((".so", ".o"))]
+def test_the_source_distribution_holds_what_the_kernels_are_built_from_and_nothing_else(sdist):
+    assert check_package.sdist_faults(sdist) == []
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    version = wheel.name.split("-")[1]
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mor_kernels").rglob("*.py")}
-    assert {name for name in names if name.startswith("mor_kernels/")} == modules | {"mor_kernels/py.typed"}
-    rest = {name for name in names if not name.startswith("mor_kernels/")}
-    info = f"mor_kernels-{version}.dist-info"
-    assert rest == {
-        f"{info}/{name}"
-        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
-    }
+    assert check_package.wheel_faults(wheel) == []
+
+
+def test_what_lacks_and_what_does_not_belong_is_told(wheel, tmp_path):
+    """In a wheel that is said to have kernels."""
+    other = tmp_path / wheel.name.replace("py3-none-any", "cp311-cp311-linux_x86_64")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(other, "w") as file:
+        for name in whole.namelist():
+            if name != "mor_kernels/ops/_dispatch.py":
+                file.writestr(name, whole.read(name))
+        file.writestr("tests/test_cli.py", "")
+    assert check_package.wheel_faults(other) == [
+        f"{other.name}: expected one extension mor_kernels._C, found []",
+        f"{other.name} lacks mor_kernels/ops/_dispatch.py",
+        f"{other.name} holds tests/test_cli.py, which doesn't belong there",
+    ]
+    with zipfile.ZipFile(other, "a") as file:
+        file.writestr("mor_kernels/_C.cpython-311-x86_64-linux-gnu.so", "")
+    assert len(check_package.wheel_faults(other)) == 2
 
 
 def test_the_installed_package_imports(site, tmp_path):
