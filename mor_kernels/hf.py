@@ -28,7 +28,7 @@ try:
     from transformers.generation import GenerateDecoderOnlyOutput
     from transformers.utils import ModelOutput
 except ImportError as error:
-    raise ImportError(f"transformers is needed: pip install 'mor-kernels[hf]' ({error})") from error
+    raise ImportError(f"transformers: expected it to be installed (pip install mor-kernels[hf]): {error}") from error
 
 from .decode import Engine, SamplingParams
 from .model import MoR

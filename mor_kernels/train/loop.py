@@ -625,7 +625,7 @@ class Trainer:
             try:
                 plot_curves(self.metrics, self.out / "curves.png")
             except ImportError:
-                warnings.warn("curves.png was not drawn: it needs matplotlib (pip install matplotlib)", stacklevel=2)
+                warnings.warn("curves.png was not drawn: it needs matplotlib (pip install mor-kernels[plot])", stacklevel=2)
 
 
 @contextmanager

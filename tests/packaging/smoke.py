@@ -119,14 +119,14 @@ def command(folder):
     for extra, arguments in {
         "mor-kernels[server]": ["serve", run],
         "mor-kernels[plot]": ["depth", run, "The quick", "--png", folder / "depths.png"],
-        "datasets": ["train", folder / "other", "--source", "hf:some/text", "--model", *TINY],
+        "mor-kernels[datasets]": ["train", folder / "other", "--source", "hf:some/text", "--model", *TINY],
     }.items():
         told = call(*arguments, fails=True)
         assert f"pip install {extra}" in told and "Traceback" not in told, told
     try:
         import mor_kernels.hf  # noqa: F401
     except ImportError as error:
-        assert "pip install 'mor-kernels[hf]'" in str(error), error
+        assert "pip install mor-kernels[hf]" in str(error), error
     else:
         raise AssertionError("mor_kernels.hf was imported without transformers")
 

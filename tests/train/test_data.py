@@ -110,7 +110,7 @@ def test_hugging_face_errors(monkeypatch):
     with pytest.raises(ValueError, match=r'expected "hf:NAME\[:SUBSET\]\[:SPLIT\]", got "hf:a:b:c:d"'):
         list(documents("hf:a:b:c:d"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="needs the package `datasets`: pip install datasets"):
+    with pytest.raises(ImportError, match=r"needs the package `datasets`: pip install mor-kernels\[datasets\]"):
         list(documents("hf:a"))
 
 
