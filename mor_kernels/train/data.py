@@ -64,7 +64,8 @@ def _hugging_face(source: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise ImportError(f'source "{source}" needs the package `datasets`: pip install mor-kernels[datasets]') from None
+        how = "pip install mor-kernels[datasets]"
+        raise ImportError(f'source "{source}" needs the package `datasets`: {how}') from None
     for row in datasets.load_dataset(name, subset or None, split=split or "train", streaming=True):
         if "text" not in row:
             raise ValueError(f'source "{source}": expected a column "text", found {sorted(row)}')

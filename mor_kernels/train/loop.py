@@ -625,7 +625,8 @@ class Trainer:
             try:
                 plot_curves(self.metrics, self.out / "curves.png")
             except ImportError:
-                warnings.warn("curves.png was not drawn: it needs matplotlib (pip install mor-kernels[plot])", stacklevel=2)
+                how = "pip install mor-kernels[plot]"
+                warnings.warn(f"curves.png was not drawn: it needs matplotlib ({how})", stacklevel=2)
 
 
 @contextmanager
