@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import decode, scaling
+from bench import decode, scaling, serve
 from bench.harness import RESULTS, ROOT, best_rival, chart, tflops, title
 
 README = ROOT / "README.md"
@@ -150,6 +150,18 @@ def decode_table(result: dict) -> list[str]:
     return markdown(tuple(name for name, _ in decode.COLUMNS), lines)
 
 
+def serve_table(result: dict) -> list[str]:
+    """Ways to the engine: tokens a second, and what share that is of the engine's own."""
+    lines, alone = [], None
+    for row in result["rows"]:
+        alone = row if row["way"] == "engine" else alone
+        speed = "failed" if row["failed"] else f"{row['tokens_per_second']:,.0f}"
+        done = alone and not alone["failed"] and not row["failed"]
+        share = f"{100 * row['tokens_per_second'] / alone['tokens_per_second']:.0f}" if done else "-"
+        lines.append((row["case"], row["way"], speed, share))
+    return markdown(("engine", "way", "tokens/s", "% of the engine's"), lines)
+
+
 def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
     """Milliseconds of a profiled step by what kernels are for, what takes most of all first."""
     total = Counter()
@@ -191,8 +203,8 @@ def _ms(row: dict | None) -> str:
 
 
 TABLES = {"attn_flops": flops_table, "kv": bytes_table, "train": train_table, "scaling": scaling_table,
-          "decode": decode_table, "layer": functools.partial(table, library="Liger")}  # fmt: skip
-CHARTS = {"decode": decode.chart, "scaling": scaling.chart}
+          "decode": decode_table, "serve": serve_table, "layer": functools.partial(table, library="Liger")}  # fmt: skip
+CHARTS = {"decode": decode.chart, "scaling": scaling.chart, "serve": serve.chart}
 
 
 def section(benchmark: str, folder: Path = RESULTS) -> str:

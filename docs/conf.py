@@ -41,17 +41,19 @@ maximum_signature_line_length = 90
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!mor_kernels\b).*")]
 
-README_PAGE = "overview"
+# files of the root, and the pages that they become
+PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 STAND_IN = re.compile(r"\[(\w+\.md)\]\(\.\./\1\)\s*")
 RELATIVE = re.compile(r"(?<=\]\()(?!https?:|#)")
 
 
 def rebase(app, docname: str, source: list[str]) -> None:
-    """A page that is nothing but a link to a file of the root becomes that file; links to README lead to its page."""
+    """A page that is nothing but a link to a file of the root becomes that file; links to those lead to their pages."""
     if found := STAND_IN.fullmatch(source[0]):
         text = (ROOT / found[1]).read_text(encoding="utf-8")
         source[0] = RELATIVE.sub("../", text).replace("](../docs/", "](")
-    source[0] = source[0].replace("](../README.md", f"]({README_PAGE}.md")
+    for file, page in PAGES.items():
+        source[0] = source[0].replace(f"](../{file}", f"]({page}")
 
 
 def sections(app, what: str, name: str, obj, options, lines: list[str]) -> None:

@@ -324,7 +324,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in extra.items():
             if value is not None and value is not False:
                 _fail(name, "nothing, since generate() has no such argument here", value)
-        drawn, rows = self._sampling(config), config.num_return_sequences or 1
+        drawn, choices = self._sampling(config), config.num_return_sequences or 1
         stops = config.eos_token_id
         stops = [] if stops is None else [int(stop) for stop in torch.as_tensor(stops).flatten()]
         if input_ids is None:
@@ -349,10 +349,10 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         words = [words] if isinstance(words, str) else list(words or ())
         if words and tokenizer is None:
             _fail("tokenizer", "one, for stop_strings", None)
-        if streamer is not None and len(input_ids) * rows != 1:
-            _fail("streamer", "one row", len(input_ids) * rows)
+        if streamer is not None and len(input_ids) * choices != 1:
+            _fail("streamer", "one row", len(input_ids) * choices)
 
-        input_ids, mask = (t.repeat_interleave(rows, 0) for t in (input_ids, mask.bool()))
+        input_ids, mask = (t.repeat_interleave(choices, 0) for t in (input_ids, mask.bool()))
         prompts = [ids[real].tolist() for ids, real in zip(input_ids.cpu(), mask.cpu())]
         params = SamplingParams(max_tokens=limit, stop_token_ids=stops, stop=words, **drawn)
         engine = self._engine_for(len(prompts))
@@ -468,7 +468,7 @@ class _Rows:
 
 class MoRCallback(TrainerCallback):
     """Tells the model which optimizer step it is at, for the warm-up of capacities, and moves the router's bias after
-    each (loss-free balancing, SEMANTICS as in :meth:`.MoR.update_router_bias`). For ``Trainer(callbacks=[...])``."""
+    each (loss-free balancing, see :meth:`.MoR.update_router_bias`). For ``Trainer(callbacks=[...])``."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         model.optimizer_step = state.global_step
