@@ -55,9 +55,18 @@ def test_all_ways_serve_the_same_requests(model, monkeypatch):
     ],
 )
 def test_texts_that_are_wrong_fail(model, monkeypatch, texts, invariant, message):
-    monkeypatch.setattr(serve, "ways", lambda *_: [("engine", lambda: (1.0, texts))])
-    [row] = serve.measure(model, OPTIONS, invariant)
-    assert row["failed"] == message and "tokens_per_second" not in row
+    right = ["t1 t2 t3"] * 4
+    monkeypatch.setattr(serve, "ways", lambda *_: [("engine", lambda: (1.0, right)), ("server", lambda: (1.0, texts))])
+    engine, server = serve.measure(model, OPTIONS, invariant)
+    assert engine["failed"] is None
+    assert server["failed"] == message and "tokens_per_second" not in server
+
+
+def test_a_text_belongs_to_its_seed(model, monkeypatch):
+    monkeypatch.setattr(serve.subprocess, "run", in_this_process)
+    texts = {way: run()[1] for way, run in serve.ways(model, OPTIONS, invariant=False)}
+    assert len(set(texts["engine"])) > 1
+    assert texts["engine"] == texts["server"] == texts["server, streaming"]  # in fp32, on a CPU
 
 
 def test_a_share_is_of_the_same_engine():
