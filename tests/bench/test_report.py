@@ -29,7 +29,7 @@ def test_readme_is_up_to_date():
 
 
 def test_readme_has_the_sections_to_write():
-    assert {"train", "scaling", "layer", "routing", "attn_flops", "kv"} <= {
+    assert {"train", "scaling", "layer", "routing", "attn_flops", "kv", "decode", "serve"} <= {
         found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
     }
 
