@@ -17,6 +17,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -316,22 +317,33 @@ def results_section(path: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+# that stay apart without color vision (Okabe and Ito)
+COLORS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#999999")
+
+
 def chart(runs: list[dict], image: Path) -> None:
-    """Validation loss (threshold) over training operations. Needs matplotlib."""
-    from matplotlib import colormaps
+    """Validation loss (threshold) over training operations. Needs matplotlib.
+
+    A color is a router and a number of recursions, a line's style what keys and values are; a legend is in the order of
+    the last losses.
+    """
     from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
 
     groups = [[run for run in runs if bool(run["how"]) == how] for how in (False, True)]
     groups = [group for group in groups if group]
     figure = Figure(figsize=(8 * len(groups), 5), layout="constrained")
     for axes, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
-        axes.set_prop_cycle(color=colormaps["tab20"].colors)
-        for run in group:
-            style = "--" if run["config"].kv == "shared" else ":" if run["config"].router == "none" else "-"
-            look = {"label": run["name"]}
-            for points in run["curves"]:
-                (line,) = axes.plot(*zip(*((flops / 1e15, loss) for flops, loss in points)), style, marker=".", **look)
-                look = {"color": line.get_color()}
+        kinds = sorted({(run["config"].router, run["config"].num_recursions) for run in group})
+        looks: Counter = Counter()
+        for run in sorted(group, key=lambda run: -run["curves"][0][-1][1]):
+            config = run["config"]
+            color = COLORS[kinds.index((config.router, config.num_recursions)) % len(COLORS)]
+            style = "--" if config.kv == "shared" else ":" if config.router == "none" else "-"
+            marker = ".x+^sv"[looks[color, style] % 6]  # of runs that differ in something else
+            looks[color, style] += 1
+            for i, points in enumerate(run["curves"]):
+                line = zip(*((flops / 1e15, loss) for flops, loss in points))
+                axes.plot(*line, style, color=color, marker=marker, label="_" * bool(i) + run["name"])
         axes.set_xlabel("training operations (PFLOP)")
         axes.set_ylabel("validation loss (nats), threshold routing")
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
