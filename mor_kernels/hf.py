@@ -81,6 +81,15 @@ class MoRConfig(PretrainedConfig):
         """A ValueError names a field that was changed to what it can't be."""
         return Config(**{name: getattr(self, name) for name in _FIELDS})
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As transformers does, and what lets it load the folder. A model's ``save_pretrained`` calls this after it has
+        noted what was there before, so that all of it goes to the Hub."""
+        for name, value in describe().items():
+            if name != "model_type":  # which the class says
+                setattr(self, name, value)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_loader(save_directory)
+
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Nothing: transformers would copy this module into folders, where ``write_loader`` puts two lines."""
@@ -230,11 +239,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         """As transformers does, in the format of :meth:`.MoR.save_pretrained`, which can load it too."""
         state = self.state_dict() if state_dict is None else state_dict
         state = separate({name.removeprefix("model."): tensor for name, tensor in state.items()}, self.model.config)
-        for name, value in describe().items():
-            if name != "model_type":
-                setattr(self.config, name, value)
         super().save_pretrained(save_directory, *args, state_dict=state, max_shard_size=max_shard_size, **kwargs)
-        write_loader(save_directory)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> MoRForCausalLM:

@@ -133,6 +133,7 @@ def test_a_folder_loads_where_nobody_imports_us(folder, tmp_path):
 def test_configurations_are_checked_and_kept(tmp_path):
     config = MoRConfig(**EXPERT, capacities=[1.0, 0.5, 0.25])
     config.save_pretrained(tmp_path)
+    assert (tmp_path / "modeling_mor.py").exists()  # before a model sends what is new in the folder to the Hub
     assert AutoConfig.from_pretrained(tmp_path).to_mor() == Config(**EXPERT, capacities=(1.0, 0.5, 0.25))
     assert AutoConfig.from_pretrained(tmp_path, num_recursions=1, capacities=None).num_recursions == 1
     with pytest.raises(ValueError, match="num_hidden_layers: expected a depth that divides into 3 recursions"):
@@ -368,6 +369,9 @@ def test_weights_that_change_or_move_are_the_ones_that_generate():
     model.float().resize_token_embeddings(300)
     assert model.model.config.vocab_size == 300 and model(x).logits.shape == (1, 4, 300)
     assert model.generate(x, max_new_tokens=3).shape == (1, 7)
+    own_head = new(tie_word_embeddings=False)
+    own_head.resize_token_embeddings(300)
+    assert own_head.model.lm_head.weight.shape == (300, 16) and own_head(x).logits.shape == (1, 4, 300)
 
 
 # Trainer
