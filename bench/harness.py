@@ -410,6 +410,21 @@ def title(result: dict) -> str:
     return line
 
 
+def save_bars(figure, names: list[str], label: str, result: dict, path: Path) -> None:
+    """Names and finishes the one chart of a figure, whose horizontal bars are at 0, 1, 2, ... from the top."""
+    import matplotlib.pyplot as plt
+
+    (axes,) = figure.axes
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(label, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title(result), fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def bandwidth(result: dict) -> str:
     return f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.harness import RESULTS, ROOT, environment, require, result_path, title, variant_of, write
+from bench.harness import RESULTS, ROOT, environment, require, result_path, save_bars, variant_of, write
 
 CASES = {  # equal loads on all GPUs, and unequal ones
     "mor-3": ["num_recursions=3", "router=expert_choice"],
@@ -98,14 +98,7 @@ def chart(result: dict, path: Path) -> None:
             share = f", {row['efficiency']:.0%} of linear"
         axes.text(speed, y, f"{speed:,.0f}{share} ", va="center", ha="right", fontsize=8,
                   color="black" if color != "#0072b2" else "white")  # fmt: skip
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens a second; line: as many times one GPU's", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title(result), fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_bars(figure, names, "tokens a second; line: as many times one GPU's", result, path)
 
 
 def main(argv: list[str] | None = None) -> int:

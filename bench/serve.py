@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.harness import RESULTS, ROOT, environment, require, result_path, title, variant_of, write
+from bench.harness import RESULTS, ROOT, environment, require, result_path, save_bars, variant_of, write
 from mor_kernels.decode import Engine, SamplingParams
 from mor_kernels.model import MoR, MoRConfig
 
@@ -186,14 +186,7 @@ def chart(result: dict, path: Path) -> None:
         speed = row["tokens_per_second"]
         axes.barh(y, speed, height=0.75, color="silver" if row["way"] == "engine" else "#56b4e9")
         axes.text(speed, y, f"{speed:,.0f} ", va="center", ha="right", fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"{row['case']}: {row['way']}" for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens a second", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title(result), fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_bars(figure, [f"{row['case']}: {row['way']}" for row in rows], "tokens a second", result, path)
 
 
 def main(argv: list[str] | None = None) -> int:
