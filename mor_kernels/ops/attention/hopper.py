@@ -23,10 +23,14 @@ queries of each head of their group pass by, once: the five products
 
     s^T = k q^T,  d_p^T = v d_out^T,  d_v += p^T d_out,  d_k += d_s^T q,  d_q^T = k^T d_s
 
-instead of the seven of two passes. d_s goes through shared memory to a third warp group, which multiplies it by the
-keys and adds d_q to sums in memory, in fp32, by TMA. In which order programs add is not determined, and so are the last
-bits of d_q; sums take four bytes an element of q beside it. The producer goes on to the next item while the others are
-still at one.
+instead of the seven of two passes. Each consumer has 64 of the keys. It begins the scores of the next tile of queries
+while it passes on d_s of this one, and multiplies d_out by values and by p while it computes: without that, the tensor
+cores have nothing of its to do for half of the time. d_s goes through shared memory to whoever multiplies it by the
+keys and adds d_q to sums in memory, in fp32, by TMA: for heads of 64 a third warp group, which leaves consumers room
+for their keys in registers; for heads of 128, where d_k and d_v fill half of all registers, the consumers, a step
+later, each for one half of the columns. In which order programs add is not determined, and so are the last bits of d_q;
+sums take four bytes an element of q beside it. The producer goes on to the next item while the others are still at one;
+which queries see an item's keys was found out before, while delta was computed.
 
 Keys and values that no row of a program sees, and queries past a sequence's end, may be NaN: they are overwritten by
 zeros in shared memory before they are multiplied. Of the forward's rows past the end nothing is kept.
@@ -473,30 +477,66 @@ def _forward_wide(
     ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "q_rows"])
-def _prepare(
-    d_out, out, d_lse, delta, sums, taken, rows, heads, q_rows,
-    D: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _plan(
+    plan, b, tile, positions, q_ends, k_ends, q_rows, k_rows,
+    PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """delta of (query, head) rows, zeros in their sums, and how many items are taken: none."""
-    if tl.program_id(0) == 0:
+    """Of a tile of keys: the first query of the first tile of queries that sees it, how many such tiles there are from
+    it on, up to which query they are masked, and how many of the sequence's keys any query sees."""
+    q_start, queries = _span(b, q_ends, q_rows, PACKED)
+    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    if positions is not None:
+        positions += q_start
+    first_key = tile * BLOCK_N
+    last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
+    since, always, seen = queries, 0, 0
+    for start in tl.range(0, queries, CHUNK):
+        query = start + tl.arange(0, CHUNK)
+        inside = query < queries
+        last = tl.where(inside, _positions(positions, query, queries, keys), -1)
+        since = tl.minimum(since, tl.min(tl.where(last >= first_key, query, queries)))
+        always = tl.maximum(always, tl.max(tl.where((last < last_key) & inside, query + 1, 0)))
+        seen = tl.maximum(seen, tl.max(last) + 1)
+    first = since // BLOCK_M * BLOCK_M  # so that only a tile at the sequence's end may be cut
+    tl.store(plan, first)
+    tl.store(plan + 1, tl.where(since == queries, 0, tl.cdiv(queries - first, BLOCK_M)))
+    tl.store(plan + 2, tl.where(first_key + BLOCK_N > seen, queries, always))  # keys that nobody sees never count
+    tl.store(plan + 3, seen)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "tiles", "q_rows", "k_rows"])
+def _prepare(
+    d_out, out, d_lse, delta, sums, taken, plan, positions, q_ends, k_ends, rows, heads, tiles, q_rows, k_rows,
+    D: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The plan of the backward, how many items are taken: none; delta of (query, head) rows and zeros in their sums."""
+    program = tl.program_id(0).to(tl.int64)
+    if program == 0:
         tl.store(taken, 0)
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = program * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
-    d_out_tile = tl.load(d_out + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    out_tile = tl.load(out + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    query = quotient(row, heads, rows)
-    head, sequence = row - query * heads, 0
-    if not PACKED:
-        sequence = quotient(query, q_rows, rows)
-        query -= sequence * q_rows
-    statistic = (sequence * heads + head) * q_rows + query
-    value = tl.sum(d_out_tile * out_tile, 1)
-    if d_lse is not None:
-        value -= tl.load(d_lse + statistic, mask=inside, other=0.0)
-    tl.store(delta + statistic, value, mask=inside)
-    tl.store(sums + at, tl.zeros((BLOCK, D), tl.float32), mask=inside[:, None])
+    if program * BLOCK >= rows:
+        program -= tl.cdiv(rows, BLOCK)
+        b, tile = program // tiles, (program % tiles).to(tl.int32)
+        plan += program * 4
+        _plan(plan, b, tile, positions, q_ends, k_ends, q_rows, k_rows, PACKED, BLOCK_M, BLOCK_N, CHUNK)
+    else:
+        at = row[:, None] * D + tl.arange(0, D)[None, :]
+        d_out_tile = tl.load(d_out + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        out_tile = tl.load(out + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        query = quotient(row, heads, rows)
+        head, sequence = row - query * heads, 0
+        if not PACKED:
+            sequence = quotient(query, q_rows, rows)
+            query -= sequence * q_rows
+        statistic = (sequence * heads + head) * q_rows + query
+        value = tl.sum(d_out_tile * out_tile, 1)
+        if d_lse is not None:
+            value -= tl.load(d_lse + statistic, mask=inside, other=0.0)
+        tl.store(delta + statistic, value, mask=inside)
+        tl.store(sums + at, tl.zeros((BLOCK, D), tl.float32), mask=inside[:, None])
 
 
 @triton.jit
@@ -526,18 +566,15 @@ def _bring(
 
 
 @gluon.jit
-def _seeing(positions, queries, keys, first_key, last_key, CHUNK: gl.constexpr):
-    """Of a sequence: the first query that sees ``first_key``, the one from which on all see ``last_key``, and the
-    number of keys that any sees."""
-    ANY: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    since, always, seen = queries, queries * 0, queries * 0
-    for start in range(0, queries, CHUNK):
-        query = start + gl.arange(0, CHUNK, ANY)
-        last = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
-        since = gl.minimum(since, gl.min(gl.where(last >= first_key, query, queries), 0))
-        always = gl.maximum(always, gl.max(gl.where((last < last_key) & (query < queries), query + 1, 0), 0))
-        seen = gl.maximum(seen, gl.max(last, 0) + 1)
-    return since, always, seen
+def _take(taken, plan, groups, pairs, tiles, section):
+    """The next item, and what is planned of it."""
+    item = gl.atomic_add(taken, 1, sem="relaxed")
+    since, steps, masked, seen = pairs * 0, pairs * 0, pairs * 0, pairs * 0
+    if item < pairs * tiles:
+        b, g, tile = _item(item, groups, pairs, tiles, section)
+        plan += (b.to(gl.int64) * tiles + tile) * 4
+        since, steps, masked, seen = gl.load(plan), gl.load(plan + 1), gl.load(plan + 2), gl.load(plan + 3)
+    return item, since, steps, masked, seen
 
 
 @gluon.jit
@@ -549,10 +586,10 @@ def _told(tile, which: gl.constexpr):
 
 @gluon.jit
 def _backward_producer(
-    q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, positions, q_ends, k_ends,
+    q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, plan, positions, q_ends, k_ends,
     lse, delta, sizes,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    CHUNK: gl.constexpr, PACKED: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """Takes an item, tells the others what they need to know of it, and brings its keys, values and queries."""
     q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
@@ -562,25 +599,16 @@ def _backward_producer(
     which = gl.arange(0, 8, gl.BlockedLayout([8], [32], [4], [0]))
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     turn, step, cleaned = pairs * 0, pairs * 0, pairs * 0
-    item = gl.atomic_add(taken, 1, sem="relaxed")
+    item, since, steps, masked, seen = _take(taken, plan, groups, pairs, tiles, section)
     while item < pairs * tiles:
-        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
-        first_key = tile * BOTH
-        of_sequence = positions
-        if positions is not None:
-            of_sequence = positions + q_start
-        last_key = gl.minimum(first_key + BOTH, keys) - 1
-        since, always, seen = _seeing(of_sequence, queries, keys, first_key, last_key, CHUNK)
-        none = since == queries
-        since = since // BLOCK_M * BLOCK_M  # so that only a tile at the sequence's end may be cut
-        steps = gl.where(none, 0, gl.cdiv(queries - since, BLOCK_M))
-        masked = gl.where(first_key + BOTH > seen, queries, always)  # keys that nobody sees never count
         told = gl.where(which == 2, steps, gl.where(which == 3, masked, seen))
         told = gl.where(which == 0, item, gl.where(which == 1, since, told))
         mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
         item_ring.index(turn % 2).store(told)
         barrier()
         mbarrier.arrive(item_ready.index(turn % 2), count=1)
+        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
+        first_key = tile * BOTH
         side = turn % KEY_STAGES
         mbarrier.wait(k_free.index(side), _parity(turn, KEY_STAGES) ^ 1)
         row, column = k_start.to(gl.int32) + first_key, g * D
@@ -588,6 +616,9 @@ def _backward_producer(
             k_tiles, v_tiles, row, column, k_ring.index(side), v_ring.index(side), k_ready.index(side), came, cleaned,
             first_key, seen, BOTH, D,
         )  # fmt: skip
+        of_sequence = positions
+        if positions is not None:
+            of_sequence = positions + q_start
         row, column = q_start.to(gl.int32), g * GROUP * D
         statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
         first = since
@@ -595,9 +626,8 @@ def _backward_producer(
             query = first + m
             inside = query < queries
             position = gl.where(inside, _positions(of_sequence, query, queries, keys), -1)
-            # what sees nothing: p = exp2(s - inf) = 0
-            seeing = inside & (position >= 0)
-            lse_2 = gl.load(lse + statistic + query, mask=seeing, other=float("inf")) * LOG2_E
+            lse_2 = gl.load(lse + statistic + query, mask=inside, other=0.0) * LOG2_E
+            lse_2 = gl.where(position >= 0, lse_2, float("inf"))  # what sees nothing: p = exp2(s - inf) = 0
             sums = gl.load(delta + statistic + query, mask=inside, other=0.0)
             stage = step % STAGES
             mbarrier.wait(q_free.index(stage), _parity(step, STAGES) ^ 1)
@@ -616,7 +646,7 @@ def _backward_producer(
                 column += D
                 statistic += q_rows
         turn += 1
-        item = gl.atomic_add(taken, 1, sem="relaxed")
+        item, since, steps, masked, seen = _take(taken, plan, groups, pairs, tiles, section)
     mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
     item_ring.index(turn % 2).store(gl.where(which == 0, pairs * tiles, 0))
     barrier()
@@ -624,15 +654,32 @@ def _backward_producer(
 
 
 @gluon.jit
+def _add(d_q, first, queries, sum_tile, sum_tiles, row, column, PENDING: gl.constexpr):
+    """sums[row + first:, column:] += d_q^T; of queries past the end, which are another sequence's, nothing."""
+    m = first + gl.arange(0, d_q.shape[1], gl.SliceLayout(0, d_q.type.layout))
+    if first + d_q.shape[1] > queries:
+        d_q = gl.where((m < queries)[None, :], d_q, 0.0)
+    tma.store_wait(PENDING)
+    barrier()
+    sum_tile.permute((1, 0)).store(d_q)
+    fence_async_shared()
+    barrier()
+    add_to_global(sum_tiles, [row + first, column], sum_tile)
+
+
+@gluon.jit
 def _backward_consumer(
-    rings, of_keys, of_items, of_d_s, q_ends, k_ends, d_k, d_v, scale, sizes,
+    rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
     WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PACKED: gl.constexpr, ADDER: gl.constexpr,
 ):  # fmt: skip
+    """d_k and d_v of 64 keys; without an adder also one half of d_q's columns."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    KEYS: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, S)
+    PART: gl.constexpr = D // 2
     dtype: gl.constexpr = d_k.dtype.element_ty
     q_ring, d_out_ring, lse_ring, delta_ring, position_ring, q_ready, q_free = rings
     k_ring, v_ring, k_ready, k_free = of_keys
@@ -650,49 +697,84 @@ def _backward_consumer(
         mbarrier.arrive(item_free.index(turn % 2), count=1)
         g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
         first_key = tile * BOTH + WHICH * ROWS
+        row, column = q_start.to(gl.int32), g * GROUP * D + WHICH * PART
         side = turn % KEY_STAGES
-        k_tile = k_ring.index(side).slice(WHICH * ROWS, ROWS)
-        v_tile = v_ring.index(side).slice(WHICH * ROWS, ROWS)
         key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         acc_k = gl.zeros([ROWS, D], gl.float32, OUT)
         acc_v = gl.zeros([ROWS, D], gl.float32, OUT)
-        first, end = since, step + steps * GROUP
+        first, before, end = since, since, step + steps * GROUP
         mbarrier.wait(k_ready.index(side), _parity(turn, KEY_STAGES))
         if step < end:
             stage = step % STAGES
+            k_tile = k_ring.index(side).slice(WHICH * ROWS, ROWS)
+            v_tile = v_ring.index(side).slice(WHICH * ROWS, ROWS)
+            if ADDER:  # registers are left: less to read from shared memory
+                k_tile = k_tile.load(KEYS)
             mbarrier.wait(q_ready.index(stage), _parity(step, STAGES))
             s = warpgroup_mma(k_tile, q_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            d_p = warpgroup_mma(v_tile, d_out_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
+            s = warpgroup_mma_wait(0, deps=(s,))
             for i in range(step, end):
-                stage = i % STAGES
+                stage, after, now, last = i % STAGES, (i + 1) % STAGES, i % 2, gl.maximum(i - 1, step)
+                if not ADDER:  # 0: nobody lives to see 2**30 steps; the compiler, not knowing, keeps no addresses
+                    side = i >> 30
+                    k_tile = k_ring.index(side).slice(WHICH * ROWS, ROWS)
+                    v_tile = v_ring.index(side).slice(WHICH * ROWS, ROWS)
+                d_out_t = d_out_ring.index(stage).permute((1, 0))
+                d_p = warpgroup_mma(v_tile, d_out_t, zeros, use_acc=False, is_async=True)
                 p = gl.exp2(s * scale_2 - lse_ring.index(stage).load(OF_QUERY)[None, :])
                 if first < masked:
                     p = gl.where(key[:, None] <= position_ring.index(stage).load(OF_QUERY)[None, :], p, 0.0)
-                d_s = (p * (d_p - delta_ring.index(stage).load(OF_QUERY)[None, :])).to(dtype)
                 acc_v = warpgroup_mma(gl.convert_layout(p.to(dtype), P), d_out_ring.index(stage), acc_v, is_async=True)
+                d_p = warpgroup_mma_wait(1, deps=(d_p,))
+                d_s = (p * (d_p - delta_ring.index(stage).load(OF_QUERY)[None, :])).to(dtype)
+                mbarrier.wait(d_s_free.index(now), _parity(i, 2) ^ 1)
+                d_s_ring.index(now).slice(WHICH * ROWS, ROWS).store(d_s)
                 acc_k = warpgroup_mma(gl.convert_layout(d_s, P), q_ring.index(stage), acc_k, is_async=True)
-                mbarrier.wait(d_s_free.index(i % KEY_STAGES), _parity(i, KEY_STAGES) ^ 1)
-                d_s_ring.index(i % KEY_STAGES).slice(WHICH * ROWS, ROWS).store(d_s)
+                if ADDER:
+                    if i + 1 < end:
+                        mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
+                    # after the last tile a product that nobody reads: without a branch the multiplications don't wait
+                    q_t = q_ring.index(after).permute((1, 0))
+                    s = warpgroup_mma(k_tile, q_t, zeros, use_acc=False, is_async=True)
                 fence_async_shared()
                 barrier()
-                mbarrier.arrive(d_s_ready.index(i % KEY_STAGES), count=1)
+                mbarrier.arrive(d_s_ready.index(now), count=1)
+                if ADDER:
+                    acc_v, acc_k = warpgroup_mma_wait(1, deps=(acc_v, acc_k))
+                    mbarrier.arrive(q_free.index(stage), count=1)
+                else:
+                    # of the step before, whose other half is there by now; in the first step nobody reads it
+                    mbarrier.wait(d_s_ready.index(last % 2), _parity(last, 2))
+                    k_t = k_ring.index(side).slice(WHICH * PART, PART, dim=1).permute((1, 0))
+                    d_q = warpgroup_mma(k_t, d_s_ring.index(last % 2), zeros, use_acc=False, is_async=True)
+                    acc_v, acc_k = warpgroup_mma_wait(1, deps=(acc_v, acc_k))
+                    mbarrier.arrive(q_free.index(stage), count=1)
+                    if i + 1 < end:
+                        mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
+                    q_t = q_ring.index(after).permute((1, 0))
+                    s = warpgroup_mma(k_tile, q_t, zeros, use_acc=False, is_async=True)
+                    d_q = warpgroup_mma_wait(1, deps=(d_q,))
+                    if i > step:
+                        mbarrier.arrive(d_s_free.index(last % 2), count=1)
+                        _add(d_q, before, queries, sum_ring.index(WHICH), sum_tiles, row, column, 0)
+                        before += BLOCK_M
+                        if before >= queries:
+                            before = since
+                            column += D
                 first += BLOCK_M
                 if first >= queries:
                     first = since
-                after = (i + 1) % STAGES
-                if i + 1 < end:
-                    mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
-                # after the last tile products that nobody reads: without a branch the multiplications don't wait
-                s = warpgroup_mma(k_tile, q_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                d_p = warpgroup_mma(
-                    v_tile, d_out_ring.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )  # fmt: skip
-                acc_v, acc_k = warpgroup_mma_wait(2, deps=(acc_v, acc_k))
-                mbarrier.arrive(q_free.index(stage), count=1)
-                s, d_p = warpgroup_mma_wait(0, deps=(s, d_p))
+                s = warpgroup_mma_wait(0, deps=(s,))
+            if not ADDER:
+                last = end - 1
+                mbarrier.wait(d_s_ready.index(last % 2), _parity(last, 2))
+                k_t = k_ring.index(0).slice(WHICH * PART, PART, dim=1).permute((1, 0))
+                d_q = warpgroup_mma(k_t, d_s_ring.index(last % 2), zeros, use_acc=False, is_async=True)
+                d_q = warpgroup_mma_wait(0, deps=(d_q,))
+                mbarrier.arrive(d_s_free.index(last % 2), count=1)
+                _add(d_q, before, queries, sum_ring.index(WHICH), sum_tiles, row, column, 0)
         step = end
-        mbarrier.arrive(k_free.index(side), count=1)
+        mbarrier.arrive(k_free.index(turn % KEY_STAGES), count=1)
         key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
         at = ((k_start + key) * groups + g)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
         written = (key < (keys if PACKED else k_rows))[:, None]
@@ -702,13 +784,14 @@ def _backward_consumer(
         turn += 1
         mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
         item = _told(item_ring.index(turn % 2), 0)
+    if not ADDER:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def _backward_adder(
     of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, SUM_STAGES: gl.constexpr,
-    KEY_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, KEY_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     k_ring, v_ring, k_ready, k_free = of_keys
@@ -716,7 +799,6 @@ def _backward_adder(
     d_s_ring, d_s_ready, d_s_free = of_d_s
     groups, pairs, tiles, section, q_rows, k_rows = sizes
     zeros = gl.zeros([D, BLOCK_M], gl.float32, Q)
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, Q))
     turn, step = pairs * 0, pairs * 0
     mbarrier.wait(item_ready.index(0), 0)
     item = _told(item_ring.index(0), 0)
@@ -728,23 +810,14 @@ def _backward_adder(
         first = since
         side = turn % KEY_STAGES
         mbarrier.wait(k_ready.index(side), _parity(turn, KEY_STAGES))
-        keys_t = k_ring.index(side).permute((1, 0))
-        if D == 64:  # where registers are left: less to read from shared memory
-            keys_t = keys_t.load(gl.DotOperandLayout(0, Q, 2))
+        k_t = k_ring.index(side).permute((1, 0)).load(gl.DotOperandLayout(0, Q, 2))
         for _ in range(steps * GROUP):
-            slot = step % KEY_STAGES
-            mbarrier.wait(d_s_ready.index(slot), _parity(step, KEY_STAGES))
-            d_q = warpgroup_mma(keys_t, d_s_ring.index(slot), zeros, use_acc=False, is_async=True)
+            slot = step % 2
+            mbarrier.wait(d_s_ready.index(slot), _parity(step, 2))
+            d_q = warpgroup_mma(k_t, d_s_ring.index(slot), zeros, use_acc=False, is_async=True)
             d_q = warpgroup_mma_wait(0, deps=(d_q,))
             mbarrier.arrive(d_s_free.index(slot), count=1)
-            if first + BLOCK_M > queries:  # past the end is another sequence
-                d_q = gl.where((first + m < queries)[None, :], d_q, 0.0)
-            tma.store_wait(SUM_STAGES - 1)
-            barrier()
-            sum_ring.index(step % SUM_STAGES).permute((1, 0)).store(d_q)
-            fence_async_shared()
-            barrier()
-            add_to_global(sum_tiles, [row + first, column], sum_ring.index(step % SUM_STAGES))
+            _add(d_q, first, queries, sum_ring.index(slot), sum_tiles, row, column, 1)
             step += 1
             first += BLOCK_M
             if first >= queries:
@@ -759,16 +832,17 @@ def _backward_adder(
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
 def _backward(
-    q_tiles, d_out_tiles, k_tiles, v_tiles, sum_tiles, taken, positions, q_ends, k_ends, lse, delta, d_k, d_v, scale,
-    groups, pairs, tiles, section, q_rows, k_rows,
+    q_tiles, d_out_tiles, k_tiles, v_tiles, sum_tiles, taken, plan, positions, q_ends, k_ends, lse, delta, d_k, d_v,
+    scale, groups, pairs, tiles, section, q_rows, k_rows,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    SUM_STAGES: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr,
+    PACKED: gl.constexpr, ADDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of tiles of keys, and their parts of d_q. The first keys are seen most and come first."""
     dtype: gl.constexpr = q_tiles.dtype
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     D_S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOTH, BLOCK_M], dtype)
+    USERS: gl.constexpr = 3 if ADDER else 2  # of keys, besides the producer
     k_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, BOTH, D], k_tiles.layout)
     v_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, BOTH, D], v_tiles.layout)
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_tiles.layout)
@@ -776,8 +850,8 @@ def _backward(
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     position_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
-    d_s_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, BOTH, BLOCK_M], D_S)
-    sum_ring = gl.allocate_shared_memory(gl.float32, [SUM_STAGES, BLOCK_M, D], sum_tiles.layout)
+    d_s_ring = gl.allocate_shared_memory(dtype, [2, BOTH, BLOCK_M], D_S)
+    sum_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, sum_tiles.block_type.shape[1]], sum_tiles.layout)
     item_ring = gl.allocate_shared_memory(gl.int32, [2, 8], PLAIN)
     k_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
@@ -785,18 +859,18 @@ def _backward(
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_s_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
-    d_s_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    d_s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    d_s_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(came, count=1)
     for side in gl.static_range(KEY_STAGES):
         mbarrier.init(k_ready.index(side), count=1)
-        mbarrier.init(k_free.index(side), count=3)
-        mbarrier.init(d_s_ready.index(side), count=2)
-        mbarrier.init(d_s_free.index(side), count=1)
+        mbarrier.init(k_free.index(side), count=USERS)
     for side in gl.static_range(2):
         mbarrier.init(item_ready.index(side), count=1)
-        mbarrier.init(item_free.index(side), count=3)
+        mbarrier.init(item_free.index(side), count=USERS)
+        mbarrier.init(d_s_ready.index(side), count=2)
+        mbarrier.init(d_s_free.index(side), count=1 if ADDER else 2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(stage), count=1)
         mbarrier.init(q_free.index(stage), count=2)
@@ -805,24 +879,40 @@ def _backward(
     of_items = (item_ring, item_ready, item_free)
     of_d_s = (d_s_ring, d_s_ready, d_s_free)
     sizes = (groups, pairs, tiles, section, q_rows, k_rows)
-    gl.warp_specialize([
-        (_backward_consumer, (
-            rings, of_keys, of_items, of_d_s, q_ends, k_ends, d_k, d_v, scale, sizes,
-            0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED,
-        )),
-        (_backward_consumer, (
-            rings, of_keys, of_items, of_d_s, q_ends, k_ends, d_k, d_v, scale, sizes,
-            1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED,
-        )),
-        (_backward_adder, (
-            of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
-            GROUP, D, BLOCK_M, SUM_STAGES, KEY_STAGES, PACKED,
-        )),
-        (_backward_producer, (
-            q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, positions, q_ends, k_ends,
-            lse, delta, sizes, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, CHUNK, PACKED,
-        )),
-    ], [4, 4, 4], [CONSUMER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    if ADDER:
+        gl.warp_specialize([
+            (_backward_consumer, (
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
+                0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+            )),
+            (_backward_consumer, (
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
+                1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+            )),
+            (_backward_adder, (
+                of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
+                GROUP, D, BLOCK_M, KEY_STAGES, PACKED,
+            )),
+            (_backward_producer, (
+                q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, plan, positions,
+                q_ends, k_ends, lse, delta, sizes, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED,
+            )),
+        ], [4, 4, 4], [CONSUMER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_backward_consumer, (
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
+                0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+            )),
+            (_backward_consumer, (
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
+                1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+            )),
+            (_backward_producer, (
+                q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, plan, positions,
+                q_ends, k_ends, lse, delta, sizes, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED,
+            )),
+        ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def _rows(x):
@@ -885,25 +975,28 @@ class _Call(Sizes):
         if not (self.q.numel() and self.k.numel()):
             return d_q.zero_(), d_k.zero_(), d_v.zero_()
         delta, sums = torch.empty_like(lse), torch.empty_like(d_q, dtype=torch.float32)
-        taken = lse.new_empty(1, dtype=torch.int32)
+        tiles, block_m = triton.cdiv(self.k_longest, BOTH.value), 64
+        taken, plan = (lse.new_empty(n, dtype=torch.int32) for n in (1, self.batch * tiles * 4))
         rows, block = sums.numel() // self.width, 32
-        _prepare[(triton.cdiv(rows, block),)](
-            d_out, out, d_lse, delta, sums, taken, rows, self.heads, self.q_rows,
-            D=self.width, PACKED=self.packed, BLOCK=block, num_warps=4,
+        _prepare[(triton.cdiv(rows, block) + self.batch * tiles,)](
+            d_out, out, d_lse, delta, sums, taken, plan, self.positions, *self.ends,
+            rows, self.heads, tiles, self.q_rows, self.k_rows,
+            D=self.width, PACKED=self.packed, BLOCK=block, BLOCK_M=block_m, BLOCK_N=BOTH.value, CHUNK=CHUNK,
+            num_warps=4,
         )  # fmt: skip
         if self.width == 64:
-            block_m, key_stages = 64, 2
-            registers = {"CONSUMER_REGISTERS": 192, "ADDER_REGISTERS": 96, "PRODUCER_REGISTERS": 32}
+            stages = {"STAGES": 4, "KEY_STAGES": 2}
+            registers = {"CONSUMER_REGISTERS": 192, "ADDER_REGISTERS": 96, "PRODUCER_REGISTERS": 32, "maxnreg": 128}
         else:  # twice the width takes twice the registers for d_k and d_v, and shared memory
-            block_m, key_stages = 32, 1
-            registers = {"CONSUMER_REGISTERS": 208, "ADDER_REGISTERS": 64, "PRODUCER_REGISTERS": 32}
+            stages = {"STAGES": 3, "KEY_STAGES": 1}
+            registers = {"CONSUMER_REGISTERS": 240, "ADDER_REGISTERS": 0, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
         of_queries = (_tiles(t, block_m, self.width) for t in (self.q, _rows(d_out)))
         of_keys = (_tiles(t, BOTH.value, self.width) for t in (self.k, self.v))
         self.launch(
             _backward, BOTH.value, self.k_longest, self.q_longest * (self.heads // self.groups),
-            *of_queries, *of_keys, _tiles(_rows(sums), block_m, self.width), taken, self.positions, *self.ends, lse,
-            delta, d_k, d_v, self.scale, programs=MULTIPROCESSORS, BLOCK_M=block_m, STAGES=4, KEY_STAGES=key_stages,
-            SUM_STAGES=2, CHUNK=CHUNK, maxnreg=128, **registers,
+            *of_queries, *of_keys, _tiles(_rows(sums), block_m, 64), taken, plan, self.positions, *self.ends,
+            lse, delta, d_k, d_v, self.scale, programs=MULTIPROCESSORS, BLOCK_M=block_m, ADDER=self.width == 64,
+            **stages, **registers,
         )  # fmt: skip
         n = sums.numel()
         _finish[(triton.cdiv(n, FINISHED),)](sums, d_q, self.scale, n, BLOCK=FINISHED, num_warps=4)
