@@ -109,7 +109,7 @@ def _plain(q, k, q_positions, q_lens, k_lens):
 # flash-attn-4 4.0.0b15), the fastest first; by what is computed, direction, and widths up to 64 or 128. Beside it, in
 # ms, what was measured in turns: Triton / hopper / FA4, and cuDNN for causal (bf16, 65,536 tokens; 15 query heads on 5
 # of width 64, 16 on 8 of width 128; half of the tokens are queries of a subset, at random; FA4's lists included). One
-# that comes a second time is for calls that those between don't take.
+# that comes after a faster one is for calls that the faster doesn't take.
 FASTER = {
     # 512: 0.296 / 0.287 / 0.311 / 0.244; 1024: 0.424 / 0.392 / 0.441 / 0.376; 2048: 0.704 / 0.610 / 0.713 / 0.671;
     # 8192: 2.49 / 1.90 / 2.40 / 2.47. In a graph, where launches don't count, of 16 sequences, hopper / cuDNN (H200):
@@ -120,8 +120,9 @@ FASTER = {
     # 1024: 1.11 / 1.06 / 1.27 / 1.50; 2048: 1.90 / 1.63 / 1.80 / 2.18; 4096: 3.60 / 2.80 / 2.94 / 3.56;
     # 8192: 7.26 / 5.28 / 5.04 / 6.26
     ("causal", "backward", 64): (("fa4", 8192), ("hopper", 1024), ("fa4", 2048)),
-    # 1024: 2.38 / 2.30 / 2.83 / 2.59; 2048: 3.84 / 3.66 / 3.57 / 3.78; 8192: 13.1 / 11.3 / 10.5 / 12.0
-    ("causal", "backward", 128): (("fa4", 2048), ("hopper", 1024), ("cudnn", 2048)),
+    # H200: 512: 1.58 / 1.41 / 1.94 / 1.70; 1024: 2.29 / 1.87 / 2.23 / 2.22; 2048: 3.71 / 2.86 / 3.15 / 3.31;
+    # 8192: 12.8 / 8.80 / 9.02 / 10.3
+    ("causal", "backward", 128): (("hopper", 512), ("fa4", 2048), ("cudnn", 2048)),
     # 1024: 0.304 / 0.328 / 0.515; 2048: 0.377 / 0.328 / 0.506; 4096: 0.698 / 0.537 / 0.788; 16384: 2.48 / 1.90 / 2.51
     ("subset", "forward", 64): (("hopper", 1536),),
     # 1024: 0.524 / 0.563 / 0.709; 2048: 0.806 / 0.634 / 0.623; 8192: 2.60 / 1.78 / 1.79; 16384: 4.84 / 3.35 / 3.60; in
@@ -129,8 +130,8 @@ FASTER = {
     ("subset", "forward", 128): (("hopper", 1536), ("fa4", 2048)),
     # 1024: 0.681 / 1.02 / 1.08; 2048: 0.994 / 0.980 / 1.36; 4096: 1.76 / 1.53 / 1.94; 8192: 3.39 / 2.77 / 3.05
     ("subset", "backward", 64): (("hopper", 2048), ("fa4", 8192)),
-    # 1024: 1.40 / 1.36 / 2.07; 2048: 2.11 / 1.97 / 2.55; 8192: 6.89 / 6.08 / 6.13; 16384: 13.3 / 11.5 / 10.7
-    ("subset", "backward", 128): (("fa4", 16384), ("hopper", 1024), ("fa4", 8192)),
+    # H200: 1024: 1.36 / 1.15 / 1.76; 2048: 2.05 / 1.61 / 2.25; 8192: 6.43 / 4.57 / 5.31; 16384: 12.8 / 8.54 / 9.64
+    ("subset", "backward", 128): (("hopper", 1024), ("fa4", 8192)),
     # longest 1536: 0.629 / 0.423 / 0.505; 3072: 0.800 / 0.636 / 0.775; 6144: 1.34 / 0.984 / 1.23
     ("ragged", "forward", 64): (("hopper", 1024), ("fa4", 1792)),
     # longest 1536: 1.13 / 0.970 / 0.786; 6144: 2.70 / 1.93 / 1.80
