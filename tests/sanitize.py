@@ -1,4 +1,4 @@
-"""Run as a script under compute-sanitizer: every CUDA operator with awkward shapes.
+"""Run as a script under compute-sanitizer: every CUDA operator, and attention for Hopper, with awkward shapes.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that each tensor is an allocation, with bounds of its own
     compute-sanitizer --tool memcheck python tests/sanitize.py  # then racecheck, and initcheck
@@ -208,6 +208,26 @@ def caches() -> None:
             backward(ops.rope(strided(k), positions.to(torch.int16), backend=BACKEND))
 
 
+def hopper() -> None:
+    """More items than programs too; keys and values that nobody sees are NaN."""
+    if reason := _dispatch.unavailable("hopper", "attention", "cuda"):
+        print(f"left out: {reason}")
+        return
+    for width, heads, groups, dtype in ((64, 15, 5, BF16), (64, 7, 1, FP16), (128, 6, 2, BF16), (128, 3, 3, FP16)):
+        for batch, queries, keys in ((1, 1, 1), (2, 33, 200), (3, 130, 65), (24, 300, 300)):
+            q, k, v = (normal(batch, n, h, width, dtype=dtype) for n, h in ((queries, heads), *[(keys, groups)] * 2))
+            k[:, keys - keys // 3 :], v[:, keys - keys // 3 :] = torch.nan, torch.nan
+            q, k, v = (t.requires_grad_() for t in (q, k, v))
+            positions = torch.randint(0, keys - keys // 3, (batch, queries), device="cuda").sort(1).values
+            q_lens = torch.randint(0, queries + 1, (batch,), device="cuda")
+            backward(ops.attention(q, k, v, q_positions=positions, backend="hopper"))
+            lens = {"q_lens": q_lens, "k_lens": torch.full_like(q_lens, keys - keys // 3)}
+            backward(*ops.attention(q, k, v, **lens, return_lse=True, backend="hopper"))
+            ends = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in lens.values()]
+            packed = [t.detach().flatten(0, 1).nan_to_num().requires_grad_() for t in (q, k, v)]
+            backward(ops.attention_varlen(*packed, *ends, queries, keys, backend="hopper"))
+
+
 def recorded(name: str, function: Callable, called: set[str]) -> Callable:
     @functools.wraps(function)
     def run(*arguments):
@@ -238,7 +258,10 @@ def main() -> None:
     called: set[str] = set()
     for name, table in tables.items():
         table[BACKEND] = recorded(name, table[BACKEND], called)
-    parts = {"streams": streams, "linears": linears, "caches": caches, "sampling": sampling, "attention": attention}
+    parts = {
+        "streams": streams, "linears": linears, "caches": caches, "sampling": sampling, "attention": attention,
+        "hopper": hopper,
+    }  # fmt: skip
     for name in sys.argv[1:] or parts:
         print(name, flush=True)
         parts[name]()
