@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mor_kernels import ops
 from mor_kernels.ops import _dispatch
@@ -115,6 +117,58 @@ def test_hopper_reads_rows_in_place_where_tma_can():
         torch.testing.assert_close(rows, t.reshape(-1, t.shape[-2] * t.shape[-1]), rtol=0, atol=0)
     for shape in ((2, 0, 4, 64), (0, 4, 64), (2, 5, 0, 64)):
         assert hopper._rows(torch.empty(shape)).numel() == 0
+
+
+@pytest.mark.skipif("triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton")
+@settings(max_examples=25)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 300)), min_size=1, max_size=3),
+    packed=st.booleans(),
+    positioned=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_plan_of_the_hopper_backward(lens, packed, positioned, seed):
+    """Which queries see a tile of keys, against every pair; and what else the kernel before the backward leaves."""
+    hopper = pytest.importorskip("mor_kernels.ops.attention.hopper", exc_type=ImportError)
+    heads, d, block_m, block_n = 3, 64, 16, 32
+    (q_lens, k_lens), batch = torch.tensor(lens).T.contiguous(), len(lens)
+    q_rows, k_rows = (int(n.sum() if packed else n.max()) for n in (q_lens, k_lens))
+    if not (q_rows and k_rows):
+        return
+    generator = torch.Generator().manual_seed(seed)
+    lead = (q_rows,) if packed else (batch, q_rows)
+    positions = torch.randint(-2, k_rows + 2, lead, generator=generator) if positioned else None
+    d_out, out = (s.normal((*lead, heads, d), seed + i, torch.bfloat16) for i in range(2))
+    q_ends, k_ends = (s.cu_seqlens(n) if packed else n for n in (q_lens, k_lens))
+    tiles = -(-(int(k_lens.max()) if packed else k_rows) // block_n)
+    delta = torch.full((heads, q_rows) if packed else (batch, heads, q_rows), torch.nan)
+    sums, rows = torch.full((*lead, heads, d), torch.nan), out[..., 0].numel()
+    taken, plan = torch.full((1,), 7, dtype=torch.int32), torch.full((batch, tiles, 4), -7, dtype=torch.int32)
+    moved = [t if t is None else t.to(DEVICE) for t in (d_out, out, None, delta, sums, taken, plan, positions)]
+    hopper._prepare[(-(-rows // 32) + batch * tiles,)](
+        *moved, q_ends.to(DEVICE), k_ends.to(DEVICE), rows, heads, tiles, q_rows, k_rows,
+        D=d, PACKED=packed, BLOCK=32, BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=64,
+    )  # fmt: skip
+    delta, sums, taken, plan = (t.cpu() for t in moved[3:7])
+    assert not sums.any() and not taken.any()
+    wanted = (d_out.double() * out.double()).sum(-1).transpose(-1, -2)
+    torch.testing.assert_close(delta.double(), wanted, rtol=1e-5, atol=1e-4)  # 64 products, added up in fp32
+    for b, (queries, keys) in enumerate(lens):
+        last = torch.arange(queries)
+        if positioned:
+            last = positions[q_ends[b] : q_ends[b + 1]] if packed else positions[b, :queries]
+        last = last.clamp(-1, keys - 1)
+        sees = torch.arange(tiles * block_n) <= last[:, None]
+        for tile, (first, steps, masked, seen) in enumerate(plan[b].tolist()):
+            here = sees[:, tile * block_n : (tile + 1) * block_n]
+            visible = torch.tensor([bool(rows.any()) for rows in here.split(block_m)])
+            assert seen == (int(last.max()) + 1 if queries else 0)
+            assert steps == (len(visible) - int(visible.int().argmax()) if visible.any() else 0)
+            if steps:
+                assert first == int(visible.int().argmax()) * block_m
+                real = here[:, : keys - tile * block_n]
+                assert real[masked:].all() and (masked == queries or here[masked:].all())
+                assert masked in (0, queries) or not here[masked - 1].all()
 
 
 def test_what_a_library_takes():
