@@ -15,10 +15,13 @@ from reference import ops as reference
 from tests import strategies as s
 
 DEVICE = s.DEVICES[-1]
+needs_triton = pytest.mark.skipif(
+    "triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton"
+)
 THERE = [name for name in _dispatch.SPECIALISTS if _dispatch.unavailable(name, "attention", "cuda") is None]
 
 
-@pytest.mark.skipif("triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("ascending", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (300, 700), (128, 256), (257, 129), (40, 1000)])
 def test_block_lists(queries, keys, ascending):
@@ -119,7 +122,7 @@ def test_hopper_reads_rows_in_place_where_tma_can():
         assert hopper._rows(torch.empty(shape)).numel() == 0
 
 
-@pytest.mark.skipif("triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton")
+@needs_triton
 @settings(max_examples=25)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 300)), min_size=1, max_size=3),

@@ -739,16 +739,13 @@ def _backward_consumer(
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(d_s_ready.index(now), count=1)
-                if ADDER:
-                    acc_v, acc_k = warpgroup_mma_wait(1, deps=(acc_v, acc_k))
-                    mbarrier.arrive(q_free.index(stage), count=1)
-                else:
-                    # of the step before, whose other half is there by now; in the first step nobody reads it
+                if not ADDER:  # of the step before, whose other half is there by now; in the first nobody reads it
                     mbarrier.wait(d_s_ready.index(last % 2), _parity(last, 2))
                     k_t = k_ring.index(side).slice(WHICH * PART, PART, dim=1).permute((1, 0))
                     d_q = warpgroup_mma(k_t, d_s_ring.index(last % 2), zeros, use_acc=False, is_async=True)
-                    acc_v, acc_k = warpgroup_mma_wait(1, deps=(acc_v, acc_k))
-                    mbarrier.arrive(q_free.index(stage), count=1)
+                acc_v, acc_k = warpgroup_mma_wait(1, deps=(acc_v, acc_k))
+                mbarrier.arrive(q_free.index(stage), count=1)
+                if not ADDER:
                     if i + 1 < end:
                         mbarrier.wait(q_ready.index(after), _parity(i + 1, STAGES))
                     q_t = q_ring.index(after).permute((1, 0))
@@ -879,7 +876,7 @@ def _backward(
     of_items = (item_ring, item_ready, item_free)
     of_d_s = (d_s_ring, d_s_ready, d_s_free)
     sizes = (groups, pairs, tiles, section, q_rows, k_rows)
-    if ADDER:
+    if ADDER:  # two lists: one can't be put together, since a name may hold neither a function nor constants
         gl.warp_specialize([
             (_backward_consumer, (
                 rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
