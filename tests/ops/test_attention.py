@@ -119,10 +119,18 @@ on_hopper = pytest.mark.parametrize(
     width=st.sampled_from([64, 128]), seed=s.seeds, dtype=st.sampled_from(s.HALVES), strided=st.booleans(),
     positioned=st.booleans(), ragged=st.booleans(),
 )  # fmt: skip
+@example(
+    batch=12, queries=390, keys=400, heads=(6, 3), width=64, seed=0, dtype=torch.bfloat16, strided=False,
+    positioned=True, ragged=True,
+)  # fmt: skip
+@example(
+    batch=12, queries=390, keys=400, heads=(6, 3), width=128, seed=1, dtype=torch.bfloat16, strided=False,
+    positioned=True, ragged=True,
+)  # fmt: skip
 def test_hopper_equals_reference(
     device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged
 ):
-    """Tiles of 128 queries and keys, whole, in part and without any."""
+    """Tiles of 128 queries and keys, whole, in part and without any; in the examples more of them than programs."""
     check(device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged)
 
 
@@ -132,6 +140,8 @@ def test_hopper_equals_reference(
     batch=st.integers(1, 4), longest=st.integers(1, 400), heads=s.counts_of_heads, width=st.sampled_from([64, 128]),
     seed=s.seeds, dtype=st.sampled_from(s.HALVES), slack=st.integers(0, 3), positioned=st.booleans(),
 )  # fmt: skip
+@example(batch=20, longest=400, heads=(6, 3), width=64, seed=0, dtype=torch.float16, slack=3, positioned=False)
+@example(batch=20, longest=400, heads=(6, 3), width=128, seed=1, dtype=torch.float16, slack=3, positioned=False)
 def test_hopper_varlen_equals_reference(device, backend, batch, longest, heads, width, seed, dtype, slack, positioned):
     check_varlen(device, backend, batch, longest, heads, width, seed, dtype, slack, positioned)
 

@@ -13,13 +13,13 @@ keys and values and starts their copies itself. Four programs share a multiproce
 another's products.
 
 The other kernels' programs are several warp groups, each with work of its own: a producer starts copies, as many stages
-ahead as a ring holds, for two consumers.
+ahead as a ring holds, for two consumers. A program stays on its multiprocessor and computes one item after the other,
+until none is left: the producer takes the next when it has started all copies of the one before.
 
-Forward, heads of 128: each consumer holds 64 rows. The product of probabilities and values of a tile runs together with
-the scores of the next.
+Forward, heads of 128: each consumer holds 64 rows of an item's 128. The product of probabilities and values of a tile
+runs together with the scores of the next.
 
-Backward: a program stays on its multiprocessor and takes items, until none is left. An item is 128 keys, held while the
-queries of each head of their group pass by, once: the five products
+Backward: an item is 128 keys, held while the queries of each head of their group pass by, once: the five products
 
     s^T = k q^T,  d_p^T = v d_out^T,  d_v += p^T d_out,  d_k += d_s^T q,  d_q^T = k^T d_s
 
@@ -29,8 +29,8 @@ cores have nothing of its to do for half of the time. d_s goes through shared me
 keys and adds d_q to sums in memory, in fp32, by TMA: for heads of 64 a third warp group, which leaves consumers room
 for their keys in registers; for heads of 128, where d_k and d_v fill half of all registers, the consumers, a step
 later, each for one half of the columns. In which order programs add is not determined, and so are the last bits of d_q;
-sums take four bytes an element of q beside it. The producer goes on to the next item while the others are still at one;
-which queries see an item's keys was found out before, while delta was computed.
+sums take four bytes an element of q beside it. Which queries see an item's keys was found out before, while delta was
+computed.
 
 Keys and values that no row of a program sees, and queries past a sequence's end, may be NaN: they are overwritten by
 zeros in shared memory before they are multiplied. Of the forward's rows past the end nothing is kept.
@@ -65,6 +65,9 @@ from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _stat
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BOTH = gl.constexpr(128)  # rows of both consumers
 FINISHED = 2048  # elements of a program: 16 a thread
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# what the producer of the backward tells of an item, in this order; _plan says what four of them are
+SOME, SINCE, STEPS, MASKED, SEEN, QUERIES, ROW, HEAD, FIRST_KEY, KEYS, KEY_ROW = map(gl.constexpr, range(11))
 MULTIPROCESSORS = 132  # of an H100; where there are fewer, the last programs find nothing to do
 SLACK = gl.constexpr(8.0)  # in powers of 2: fp16, too, holds probabilities up to 2**8
 BEYOND = gl.constexpr(2.0**32)  # sums in fp32 and probabilities in bf16 could be far larger
@@ -196,8 +199,7 @@ def _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GRO
     at = ((q_start + row // GROUP) * heads + first_head + row % GROUP) * D
     written = row // GROUP < (queries if PACKED else q_rows)
     acc = _scaled(acc, 1.0 / total)
-    if gl.min(position, 0) < 0:
-        acc = gl.where(gl.convert_layout(some, gl.SliceLayout(1, OUT))[:, None], acc, 0.0)
+    acc = gl.where(gl.convert_layout(some, gl.SliceLayout(1, OUT))[:, None], acc, 0.0)
     acc = acc.to(out.dtype.element_ty)
     gl.store(out + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :], acc, mask=written[:, None])
 
@@ -275,6 +277,37 @@ def _pass(
     return warpgroup_mma_wait(0, deps=(acc,)), total, reference
 
 
+@gluon.jit
+def _last_keys(positions, first_row, q_start, queries, keys, HEIGHT: gl.constexpr, GROUP: gl.constexpr):
+    """The last keys that rows see, -1 for none, and which rows there are; all in each warp: extremes need no other."""
+    IN_WARP: gl.constexpr = gl.BlockedLayout([HEIGHT // 32], [32], [4], [0])
+    if positions is not None:
+        positions += q_start
+    query = (first_row + gl.arange(0, HEIGHT, IN_WARP)) // GROUP
+    return gl.where(query < queries, _positions(positions, query, queries, keys), -1), query < queries
+
+
+@gluon.jit
+def _queries(
+    q, q_token, positions, g, first_row, q_start, queries, keys,
+    WHICH: gl.constexpr, HEIGHT: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    OF_ROW: gl.constexpr,
+):  # fmt: skip
+    """64 rows of an item of HEIGHT rows, and the last keys that they see; how many keys all rows of the item see, and
+    these; how many tiles of keys these need no mask for."""
+    first = first_row + WHICH * ROWS
+    rows = _load_rows(q, first, q_start, queries, q_token, g * GROUP, GROUP, D)
+    position, valid = _last_keys(positions, first_row, q_start, queries, keys, HEIGHT, GROUP)
+    own = gl.arange(0, HEIGHT, position.type.layout) // ROWS == WHICH
+    seen, own_seen = gl.max(position, 0) + 1, gl.max(gl.where(own, position, -1), 0) + 1
+    unmasked = (gl.min(gl.where(own & valid, position, keys - 1), 0) + 1) // BLOCK_N
+    if positions is not None:
+        positions += q_start
+    query = (first + gl.arange(0, ROWS, OF_ROW)) // GROUP
+    position = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
+    return rows, position, seen, own_seen, unmasked
+
+
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
 def _forward_narrow(
     k_tiles, v_tiles, q, positions, q_ends, k_ends, out, lse, scale, q_token,
@@ -285,7 +318,6 @@ def _forward_narrow(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     OF_ROW: gl.constexpr = gl.SliceLayout(1, S)
-    IN_WARP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # all rows in each warp: extremes without the others
     LOOKING: gl.constexpr = k_tiles.dtype != gl.bfloat16
     sizes = (groups, pairs, tiles, section, q_rows, k_rows)
     g, tile, q_start, queries, k_start, keys = _place(gl.program_id(0), q_ends, k_ends, sizes, PACKED)
@@ -302,17 +334,10 @@ def _forward_narrow(
     key, column = k_start.to(gl.int32), g * D
     of_keys = (k_tiles, v_tiles, key, column)
     _copy(k_tiles, [key, column], ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
-    rows = _load_rows(q, first_row, q_start, queries, q_token, g * GROUP, GROUP, D)
-    if positions is not None:
-        positions += q_start
-    query = (first_row + gl.arange(0, ROWS, IN_WARP)) // GROUP
-    valid = query < queries
-    position = _positions(positions, query, queries, keys)
-    seen = gl.max(gl.where(valid, position, -1), 0) + 1
-    unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
+    rows, position, seen, own_seen, unmasked = _queries(
+        q, q_token, positions, g, first_row, q_start, queries, keys, 0, ROWS, GROUP, D, BLOCK_N, OF_ROW
+    )  # fmt: skip
     n_tiles = gl.cdiv(seen, BLOCK_N)
-    query = (first_row + gl.arange(0, ROWS, OF_ROW)) // GROUP
-    position = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
     for i in gl.static_range(1, STAGES - 1):
         _fill(i, 0, n_tiles, of_keys, ring, BLOCK_N, STAGES)
     through = k_ring.index(STAGES - 1)  # the last of the ring that is needed
@@ -347,106 +372,158 @@ def _forward_narrow(
 
 
 @gluon.jit
+def _tell(tile, numbers):
+    """What a producer tells of an item; it must have been read of the one before."""
+    for i in gl.static_range(len(numbers)):
+        tile.slice(i, 1).store(gl.full([1], numbers[i], gl.int32, ONE))
+    barrier()
+
+
+@gluon.jit
+def _told(tile, which: gl.constexpr):
+    """One of the numbers that the producer told about an item."""
+    return gl.sum(tile.slice(which, 1).load(ONE), 0)
+
+
+@gluon.jit
+def _rows_of(item, q_ends, k_ends, sizes, PACKED: gl.constexpr):
+    """Of an item of 128 rows, or none past the last: its key/value head, first row, its sequence's queries and keys."""
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
+    last = pairs * tiles - 1
+    g, tile, q_start, queries, k_start, keys = _place(gl.minimum(item, last), q_ends, k_ends, sizes, PACKED)
+    return g, (tiles - 1 - tile) * BOTH, q_start, gl.where(item > last, 0, queries), k_start, keys
+
+
+@gluon.jit
 def _forward_producer(
-    k_tiles, v_tiles, rings, came, row, column, n_tiles, seen,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    k_tiles, v_tiles, rings, of_items, came, taken, positions, q_ends, k_ends, sizes,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
+    """Brings the keys and values of an item, then takes the next and tells the consumers."""
+    item_ring, item_ready, item_free = of_items
     k_ring, v_ring, k_ready, v_ready, k_free, v_free = rings
-    for i in range(n_tiles):
-        stage, used = i % STAGES, _parity(i, STAGES) ^ 1
-        mbarrier.wait(k_free.index(stage), used)
-        _copy(k_tiles, [row + i * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
-        mbarrier.wait(v_free.index(stage), used)
-        if (i + 1) * BLOCK_N > seen:  # nobody sees the last rows, which may be NaN
-            _copy(v_tiles, [row + i * BLOCK_N, column], came, v_ring.index(stage))
-            mbarrier.wait(came, 0)
-            _clean(v_ring.index(stage), i * BLOCK_N, seen, BLOCK_N, D)
-            mbarrier.arrive(v_ready.index(stage), count=1)
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
+    item, turn, step, cleaned = gl.program_id(0), pairs * 0, pairs * 0, pairs * 0
+    while item < pairs * tiles:
+        g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
+        position, valid = _last_keys(positions, first_row, q_start, queries, keys, BOTH, GROUP)
+        seen = gl.max(position, 0) + 1
+        row, column = k_start.to(gl.int32), g * D
+        for i in range(gl.cdiv(seen, BLOCK_N)):
+            stage, used = step % STAGES, _parity(step, STAGES) ^ 1
+            mbarrier.wait(k_free.index(stage), used)
+            _copy(k_tiles, [row + i * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
+            mbarrier.wait(v_free.index(stage), used)
+            if (i + 1) * BLOCK_N > seen:  # nobody sees the last rows, which may be NaN
+                _copy(v_tiles, [row + i * BLOCK_N, column], came, v_ring.index(stage))
+                mbarrier.wait(came, cleaned & 1)
+                _clean(v_ring.index(stage), i * BLOCK_N, seen, BLOCK_N, D)
+                mbarrier.arrive(v_ready.index(stage), count=1)
+                cleaned += 1
+            else:
+                _copy(v_tiles, [row + i * BLOCK_N, column], v_ready.index(stage), v_ring.index(stage))
+            step += 1
+        if taken is None:
+            item = pairs * tiles
         else:
-            _copy(v_tiles, [row + i * BLOCK_N, column], v_ready.index(stage), v_ring.index(stage))
+            item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+        _tell(item_ring.index(turn % 2), (item,))
+        mbarrier.arrive(item_ready.index(turn % 2), count=1)
+        turn += 1
 
 
 @gluon.jit
 def _forward_consumer(
-    q_tile, rings, first_row, q, positions, out, lse, scale, sizes,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    q_tile, rings, of_items, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
+    WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     k_ring, v_ring, k_ready, v_ready, k_free, v_free = rings
-    n_tiles, q_token, q_start, queries, keys, q_rows, heads, first_head = sizes
+    groups, pairs, tiles, section, q_rows, k_rows = sizes
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = q.dtype.element_ty
-    q_tile.store(_load_rows(q, first_row, q_start, queries, q_token, first_head, GROUP, D))
-    fence_async_shared()
-    query = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
-    valid = query < queries
-    position = gl.where(valid, _positions(positions, query, queries, keys), -1)
-    seen = gl.max(position, 0) + 1
-    unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
-    own = gl.cdiv(seen, BLOCK_N)  # the other consumer may have more
-    barrier()
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    acc = gl.zeros([ROWS, D], gl.float32, OUT)
-    reference = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, S))
-    total = _sums(zeros)
     scale_2 = scale * LOG2_E
-    if own > 0:
-        mbarrier.wait(k_ready.index(0), 0)
-        s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_free.index(0), count=1)
-        if unmasked <= 0:
-            s = _mask(s, position, 0)
-        p, total, fade, reference = _softmax(s, reference, scale_2, dtype)
-        mbarrier.wait(k_ready.index(1 % STAGES), _parity(1, STAGES), pred=own > 1)
-        for i in range(1, own):
-            stage, before = i % STAGES, (i - 1) % STAGES
+    item_ring, item_ready, item_free = of_items
+    item, turn, since = gl.program_id(0), pairs * 0, pairs * 0
+    g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
+    rows, position, seen, own_seen, unmasked = _queries(
+        q, q_token, positions, g, first_row, q_start, queries, keys, WHICH, BOTH, GROUP, D, BLOCK_N, OF_ROW
+    )  # fmt: skip
+    q_tile.store(rows)
+    fence_async_shared()
+    barrier()
+    while item < pairs * tiles:
+        acc = gl.zeros([ROWS, D], gl.float32, OUT)
+        reference = gl.full([ROWS], LEAST, gl.float32, OF_ROW)
+        total = _sums(zeros)
+        own = gl.cdiv(own_seen, BLOCK_N)
+        end = since + own
+        if own > 0:
+            stage = since % STAGES
+            mbarrier.wait(k_ready.index(stage), _parity(since, STAGES))
             s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
-            acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_free.index(stage), count=1)
-            if i >= unmasked:
-                s = _mask(s, position, i * BLOCK_N)
-            p, sums, fade, reference = _softmax(s, reference, scale_2, dtype)
-            total = _scaled(total, fade) + sums
-            mbarrier.wait(k_ready.index((i + 1) % STAGES), _parity(i + 1, STAGES), pred=i + 1 < own)
+            if unmasked <= 0:
+                s = _mask(s, position, 0)
+            p, total, fade, reference = _softmax(s, reference, scale_2, dtype)
+            mbarrier.wait(k_ready.index((since + 1) % STAGES), _parity(since + 1, STAGES), pred=own > 1)
+            for i in range(since + 1, end):
+                stage, before = i % STAGES, (i - 1) % STAGES
+                s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_ready.index(before), _parity(i - 1, STAGES))
+                acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                mbarrier.arrive(k_free.index(stage), count=1)
+                if i - since >= unmasked:
+                    s = _mask(s, position, (i - since) * BLOCK_N)
+                p, sums, fade, reference = _softmax(s, reference, scale_2, dtype)
+                total = _scaled(total, fade) + sums
+                mbarrier.wait(k_ready.index((i + 1) % STAGES), _parity(i + 1, STAGES), pred=i + 1 < end)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_free.index(before), count=1)
+                acc = _faded(acc, fade)
+            before = (end - 1) % STAGES
+            mbarrier.wait(v_ready.index(before), _parity(end - 1, STAGES))
+            acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_free.index(before), count=1)
-            acc = _faded(acc, fade)
-        before = (own - 1) % STAGES
-        mbarrier.wait(v_ready.index(before), _parity(own - 1, STAGES))
-        acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_free.index(before), count=1)
-    for i in range(own, n_tiles):
-        stage = i % STAGES
-        mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
-        mbarrier.arrive(k_free.index(stage), count=1)
-        mbarrier.wait(v_ready.index(stage), _parity(i, STAGES))
-        mbarrier.arrive(v_free.index(stage), count=1)
-    sizes = (q_start, queries, q_rows, heads, first_head)
-    _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GROUP, PACKED)
+        since += gl.cdiv(seen, BLOCK_N)
+        for i in range(end, since):  # what only the other consumer's rows see
+            stage = i % STAGES
+            mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
+            mbarrier.arrive(k_free.index(stage), count=1)
+            mbarrier.wait(v_ready.index(stage), _parity(i, STAGES))
+            mbarrier.arrive(v_free.index(stage), count=1)
+        of_rows = (q_start, queries, q_rows, groups * GROUP, g * GROUP)
+        own_position, own_first = position, first_row + WHICH * ROWS
+        # not before all tiles are free: until then the producer doesn't come to the next item
+        mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
+        item = _told(item_ring.index(turn % 2), 0)
+        mbarrier.arrive(item_free.index(turn % 2), count=1)
+        turn += 1
+        g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
+        rows, position, seen, own_seen, unmasked = _queries(
+            q, q_token, positions, g, first_row, q_start, queries, keys, WHICH, BOTH, GROUP, D, BLOCK_N, OF_ROW
+        )  # fmt: skip
+        _store_rows(acc, total, reference, own_position, own_first, out, lse, of_rows, GROUP, PACKED)
+        q_tile.store(rows)
+        fence_async_shared()
+        barrier()
 
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
 def _forward_wide(
-    k_tiles, v_tiles, q, positions, q_ends, k_ends, out, lse, scale, q_token,
+    k_tiles, v_tiles, q, positions, q_ends, k_ends, out, lse, scale, q_token, taken,
     groups, pairs, tiles, section, q_rows, k_rows,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of 128 rows. The last tiles see most keys and come first."""
-    sizes = (groups, pairs, tiles, section, q_rows, k_rows)
-    g, tile, q_start, queries, k_start, keys = _place(gl.program_id(0), q_ends, k_ends, sizes, PACKED)
-    first_row = (tiles - 1 - tile) * BOTH
-    if positions is not None:
-        positions += q_start
-    IN_WARP: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all rows in each warp
-    query = (first_row + gl.arange(0, BOTH, IN_WARP)) // GROUP
-    position = _positions(positions, query, queries, keys)
-    seen = gl.max(gl.where(query < queries, position, -1), 0) + 1
-    n_tiles = gl.cdiv(seen, BLOCK_N)
+    """out and lse of items of 128 rows. The last rows see most keys and come first."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_tiles.dtype)
     q_tile = gl.allocate_shared_memory(k_tiles.dtype, [2, ROWS, D], TILE)
     k_ring = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, BLOCK_N, D], k_tiles.layout)
@@ -455,25 +532,35 @@ def _forward_wide(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    item_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(came, count=1)
+    for side in gl.static_range(2):
+        mbarrier.init(item_ready.index(side), count=1)
+        mbarrier.init(item_free.index(side), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
     rings = (k_ring, v_ring, k_ready, v_ready, k_free, v_free)
-    sizes = (n_tiles, q_token, q_start, queries, keys, q_rows, groups * GROUP, g * GROUP)
-    row, column = k_start.to(gl.int32), g * D
+    of_items = (item_ring, item_ready, item_free)
+    sizes = (groups, pairs, tiles, section, q_rows, k_rows)
     gl.warp_specialize([
         (_forward_consumer, (
-            q_tile.index(0), rings, first_row, q, positions, out, lse, scale, sizes, GROUP, D, BLOCK_N, STAGES, PACKED,
+            q_tile.index(0), rings, of_items, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
+            0, GROUP, D, BLOCK_N, STAGES, PACKED,
         )),
         (_forward_consumer, (
-            q_tile.index(1), rings, first_row + ROWS, q, positions, out, lse, scale, sizes,
+            q_tile.index(1), rings, of_items, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
+            1, GROUP, D, BLOCK_N, STAGES, PACKED,
+        )),
+        (_forward_producer, (
+            k_tiles, v_tiles, rings, of_items, came, taken, positions, q_ends, k_ends, sizes,
             GROUP, D, BLOCK_N, STAGES, PACKED,
         )),
-        (_forward_producer, (k_tiles, v_tiles, rings, came, row, column, n_tiles, seen, BLOCK_N, D, STAGES)),
     ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -578,13 +665,6 @@ def _take(taken, plan, groups, pairs, tiles, section):
 
 
 @gluon.jit
-def _told(tile, which: gl.constexpr):
-    """One of the numbers that the producer told about an item."""
-    EACH: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    return gl.sum(gl.where(gl.arange(0, 8, EACH) == which, tile.load(EACH), 0), 0)
-
-
-@gluon.jit
 def _backward_producer(
     q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, plan, positions, q_ends, k_ends,
     lse, delta, sizes,
@@ -596,30 +676,30 @@ def _backward_producer(
     k_ring, v_ring, k_ready, k_free = of_keys
     item_ring, item_ready, item_free = of_items
     groups, pairs, tiles, section, q_rows, k_rows = sizes
-    which = gl.arange(0, 8, gl.BlockedLayout([8], [32], [4], [0]))
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     turn, step, cleaned = pairs * 0, pairs * 0, pairs * 0
     item, since, steps, masked, seen = _take(taken, plan, groups, pairs, tiles, section)
     while item < pairs * tiles:
-        told = gl.where(which == 2, steps, gl.where(which == 3, masked, seen))
-        told = gl.where(which == 0, item, gl.where(which == 1, since, told))
-        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
-        item_ring.index(turn % 2).store(told)
-        barrier()
-        mbarrier.arrive(item_ready.index(turn % 2), count=1)
         g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
         first_key = tile * BOTH
+        row, key_row = q_start.to(gl.int32), k_start.to(gl.int32)
+        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+        written = keys if PACKED else k_rows
+        _tell(
+            item_ring.index(turn % 2), (1, since, steps, masked, seen, queries, row, g, first_key, written, key_row)
+        )  # fmt: skip
+        mbarrier.arrive(item_ready.index(turn % 2), count=1)
         side = turn % KEY_STAGES
         mbarrier.wait(k_free.index(side), _parity(turn, KEY_STAGES) ^ 1)
-        row, column = k_start.to(gl.int32) + first_key, g * D
+        column = g * D
         cleaned = _bring(
-            k_tiles, v_tiles, row, column, k_ring.index(side), v_ring.index(side), k_ready.index(side), came, cleaned,
-            first_key, seen, BOTH, D,
+            k_tiles, v_tiles, key_row + first_key, column, k_ring.index(side), v_ring.index(side),
+            k_ready.index(side), came, cleaned, first_key, seen, BOTH, D,
         )  # fmt: skip
         of_sequence = positions
         if positions is not None:
             of_sequence = positions + q_start
-        row, column = q_start.to(gl.int32), g * GROUP * D
+        column *= GROUP
         statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
         first = since
         for _ in range(steps * GROUP):
@@ -648,8 +728,7 @@ def _backward_producer(
         turn += 1
         item, since, steps, masked, seen = _take(taken, plan, groups, pairs, tiles, section)
     mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
-    item_ring.index(turn % 2).store(gl.where(which == 0, pairs * tiles, 0))
-    barrier()
+    _tell(item_ring.index(turn % 2), (0,))
     mbarrier.arrive(item_ready.index(turn % 2), count=1)
 
 
@@ -669,15 +748,15 @@ def _add(d_q, first, queries, sum_tile, sum_tiles, row, column, PENDING: gl.cons
 
 @gluon.jit
 def _backward_consumer(
-    rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
+    rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, d_k, d_v, scale, groups,
     WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PACKED: gl.constexpr, ADDER: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ADDER: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of 64 keys; without an adder also one half of d_q's columns."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    KEYS: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    K_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, S)
     PART: gl.constexpr = D // 2
     dtype: gl.constexpr = d_k.dtype.element_ty
@@ -685,19 +764,17 @@ def _backward_consumer(
     k_ring, v_ring, k_ready, k_free = of_keys
     item_ring, item_ready, item_free = of_items
     d_s_ring, d_s_ready, d_s_free = of_d_s
-    groups, pairs, tiles, section, q_rows, k_rows = sizes
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
     scale_2 = scale * LOG2_E
-    turn, step = pairs * 0, pairs * 0
+    turn, step = groups * 0, groups * 0
     mbarrier.wait(item_ready.index(0), 0)
-    item = _told(item_ring.index(0), 0)
-    while item < pairs * tiles:
+    while _told(item_ring.index(turn % 2), SOME) > 0:
         about = item_ring.index(turn % 2)
-        since, steps, masked, seen = _told(about, 1), _told(about, 2), _told(about, 3), _told(about, 4)
+        since, steps, masked, seen = _told(about, SINCE), _told(about, STEPS), _told(about, MASKED), _told(about, SEEN)
+        queries, row, g = _told(about, QUERIES), _told(about, ROW), _told(about, HEAD)
+        first_key, keys, k_start = _told(about, FIRST_KEY) + WHICH * ROWS, _told(about, KEYS), _told(about, KEY_ROW)
         mbarrier.arrive(item_free.index(turn % 2), count=1)
-        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
-        first_key = tile * BOTH + WHICH * ROWS
-        row, column = q_start.to(gl.int32), g * GROUP * D + WHICH * PART
+        column = g * GROUP * D + WHICH * PART
         side = turn % KEY_STAGES
         key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         acc_k = gl.zeros([ROWS, D], gl.float32, OUT)
@@ -709,7 +786,7 @@ def _backward_consumer(
             k_tile = k_ring.index(side).slice(WHICH * ROWS, ROWS)
             v_tile = v_ring.index(side).slice(WHICH * ROWS, ROWS)
             if ADDER:  # registers are left: less to read from shared memory
-                k_tile = k_tile.load(KEYS)
+                k_tile = k_tile.load(K_LAYOUT)
             mbarrier.wait(q_ready.index(stage), _parity(step, STAGES))
             s = warpgroup_mma(k_tile, q_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
@@ -769,41 +846,42 @@ def _backward_consumer(
                 d_q = warpgroup_mma(k_t, d_s_ring.index(last % 2), zeros, use_acc=False, is_async=True)
                 d_q = warpgroup_mma_wait(0, deps=(d_q,))
                 mbarrier.arrive(d_s_free.index(last % 2), count=1)
+                mbarrier.arrive(k_free.index(0), count=1)
                 _add(d_q, before, queries, sum_ring.index(WHICH), sum_tiles, row, column, 0)
+        if ADDER or end == step:
+            mbarrier.arrive(k_free.index(turn % KEY_STAGES), count=1)
         step = end
-        mbarrier.arrive(k_free.index(turn % KEY_STAGES), count=1)
         key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-        at = ((k_start + key) * groups + g)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
-        written = (key < (keys if PACKED else k_rows))[:, None]
-        some = (key < seen)[:, None]
-        gl.store(d_k + at, gl.where(some, acc_k * scale, 0.0).to(dtype), mask=written)
-        gl.store(d_v + at, gl.where(some, acc_v, 0.0).to(dtype), mask=written)
+        at = ((k_start.to(gl.int64) + key) * groups + g)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
+        written = (key < keys)[:, None]
+        if first_key + ROWS > seen:
+            some = (key < seen)[:, None]
+            acc_k, acc_v = gl.where(some, acc_k, 0.0), gl.where(some, acc_v, 0.0)
+        gl.store(d_k + at, (acc_k * scale).to(dtype), mask=written)
+        gl.store(d_v + at, acc_v.to(dtype), mask=written)
         turn += 1
         mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
-        item = _told(item_ring.index(turn % 2), 0)
     if not ADDER:
         tma.store_wait(0)
 
 
 @gluon.jit
 def _backward_adder(
-    of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, KEY_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    of_keys, of_items, of_d_s, sum_ring, sum_tiles, groups,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     k_ring, v_ring, k_ready, k_free = of_keys
     item_ring, item_ready, item_free = of_items
     d_s_ring, d_s_ready, d_s_free = of_d_s
-    groups, pairs, tiles, section, q_rows, k_rows = sizes
     zeros = gl.zeros([D, BLOCK_M], gl.float32, Q)
-    turn, step = pairs * 0, pairs * 0
+    turn, step = groups * 0, groups * 0
     mbarrier.wait(item_ready.index(0), 0)
-    item = _told(item_ring.index(0), 0)
-    while item < pairs * tiles:
-        since, steps = _told(item_ring.index(turn % 2), 1), _told(item_ring.index(turn % 2), 2)
+    while _told(item_ring.index(turn % 2), SOME) > 0:
+        about = item_ring.index(turn % 2)
+        since, steps, queries = _told(about, SINCE), _told(about, STEPS), _told(about, QUERIES)
+        row, column = _told(about, ROW), _told(about, HEAD) * GROUP * D
         mbarrier.arrive(item_free.index(turn % 2), count=1)
-        g, tile, q_start, queries, k_start, keys = _place(item, q_ends, k_ends, sizes, PACKED)
-        row, column = q_start.to(gl.int32), g * GROUP * D
         first = since
         side = turn % KEY_STAGES
         mbarrier.wait(k_ready.index(side), _parity(turn, KEY_STAGES))
@@ -823,7 +901,6 @@ def _backward_adder(
         mbarrier.arrive(k_free.index(side), count=1)
         turn += 1
         mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
-        item = _told(item_ring.index(turn % 2), 0)
     tma.store_wait(0)
 
 
@@ -849,7 +926,7 @@ def _backward(
     position_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
     d_s_ring = gl.allocate_shared_memory(dtype, [2, BOTH, BLOCK_M], D_S)
     sum_ring = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, sum_tiles.block_type.shape[1]], sum_tiles.layout)
-    item_ring = gl.allocate_shared_memory(gl.int32, [2, 8], PLAIN)
+    item_ring = gl.allocate_shared_memory(gl.int32, [2, 16], PLAIN)
     k_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -879,16 +956,15 @@ def _backward(
     if ADDER:  # two lists: one can't be put together, since a name may hold neither a function nor constants
         gl.warp_specialize([
             (_backward_consumer, (
-                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
-                0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, d_k, d_v, scale, groups,
+                0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, ADDER,
             )),
             (_backward_consumer, (
-                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
-                1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, d_k, d_v, scale, groups,
+                1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, ADDER,
             )),
             (_backward_adder, (
-                of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, sizes,
-                GROUP, D, BLOCK_M, KEY_STAGES, PACKED,
+                of_keys, of_items, of_d_s, sum_ring, sum_tiles, groups, GROUP, D, BLOCK_M, KEY_STAGES,
             )),
             (_backward_producer, (
                 q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, plan, positions,
@@ -898,12 +974,12 @@ def _backward(
     else:
         gl.warp_specialize([
             (_backward_consumer, (
-                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
-                0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, d_k, d_v, scale, groups,
+                0, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, ADDER,
             )),
             (_backward_consumer, (
-                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, q_ends, k_ends, d_k, d_v, scale, sizes,
-                1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, PACKED, ADDER,
+                rings, of_keys, of_items, of_d_s, sum_ring, sum_tiles, d_k, d_v, scale, groups,
+                1, GROUP, D, BLOCK_M, STAGES, KEY_STAGES, ADDER,
             )),
             (_backward_producer, (
                 q_tiles, d_out_tiles, k_tiles, v_tiles, rings, of_keys, of_items, came, taken, plan, positions,
@@ -953,16 +1029,20 @@ class _Call(Sizes):
         out, lse = self.q.new_empty(self.shapes[0]), self.q.new_empty(self.lse_shape, dtype=torch.float32)
         if not (self.q.numel() and self.k.numel()):
             return out.zero_(), lse.fill_(-float("inf"))
+        length = self.q_longest * (self.heads // self.groups)
         if self.width == 64:
             kernel, height, block_n, stages = _forward_narrow, ROWS.value, 64, 3
-            registers = {"maxnreg": 128}  # four programs a multiprocessor
+            taken, programs, registers = (), None, {"maxnreg": 128}  # four programs a multiprocessor
         else:
             kernel, height, block_n, stages = _forward_wide, BOTH.value, 128, 2
-            registers = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
+            programs, registers = MULTIPROCESSORS, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
+            more = self.pairs * triton.cdiv(length, height) > programs  # than one item a program
+            taken = (self.q.new_zeros(1, dtype=torch.int32) if more else None,)
         self.launch(
-            kernel, height, self.q_longest * (self.heads // self.groups), self.k_longest,
+            kernel, height, length, self.k_longest,
             _tiles(self.k, block_n, self.width), _tiles(self.v, block_n, self.width), self.q, self.positions,
-            *self.ends, out, lse, self.scale, self.q.stride(0), BLOCK_N=block_n, STAGES=stages, **registers,
+            *self.ends, out, lse, self.scale, self.q.stride(0), *taken, programs=programs,
+            BLOCK_N=block_n, STAGES=stages, **registers,
         )  # fmt: skip
         return out, lse
 
