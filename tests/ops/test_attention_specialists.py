@@ -67,7 +67,9 @@ def test_choice_by_length_width_and_direction(hopper):
     long = empty(2**20, 2**20, 64)
     assert _choice.choose(*empty(8, 8, 64), *PLAIN) == []
     assert _choice.choose(*long, *PLAIN) == ["hopper", "cudnn"]
-    assert _choice.choose_backward(long[0], None, *long, None, None, long[0], None, *PLAIN[2:])[1] == "hopper"
+    wide = empty(1024, 1024, 128)
+    assert _choice.choose(*wide, *PLAIN) == ["cudnn", "fa4", "hopper"]
+    assert _choice.choose_backward(wide[0], None, *wide, None, None, wide[0], None, *PLAIN[2:]) == ["hopper"]
     positions = torch.empty(1, 8, device="meta")
     assert _choice.choose(*empty(8, 1024, 64), None, None, positions, None, None, 1.0) == []
     assert _choice.choose(*empty(8, 4096, 128), None, None, positions, None, None, 1.0) == ["hopper", "fa4"]

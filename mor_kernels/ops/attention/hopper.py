@@ -427,15 +427,15 @@ def _forward_producer(
             item = pairs * tiles
         else:
             item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
-        _tell(item_ring.index(turn % 2), (item,))
-        mbarrier.arrive(item_ready.index(turn % 2), count=1)
-        turn += 1
+            mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+            _tell(item_ring.index(turn % 2), (item,))
+            mbarrier.arrive(item_ready.index(turn % 2), count=1)
+            turn += 1
 
 
 @gluon.jit
 def _forward_consumer(
-    q_tile, rings, of_items, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
+    q_tile, rings, of_items, taken, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
     WHICH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -501,15 +501,18 @@ def _forward_consumer(
             mbarrier.arrive(v_free.index(stage), count=1)
         of_rows = (q_start, queries, q_rows, groups * GROUP, g * GROUP)
         own_position, own_first = position, first_row + WHICH * ROWS
-        # not before all tiles are free: until then the producer doesn't come to the next item
-        mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
-        item = _told(item_ring.index(turn % 2), 0)
-        mbarrier.arrive(item_free.index(turn % 2), count=1)
-        turn += 1
-        g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
-        rows, position, seen, own_seen, unmasked = _queries(
-            q, q_token, positions, g, first_row, q_start, queries, keys, WHICH, BOTH, GROUP, D, BLOCK_N, OF_ROW
-        )  # fmt: skip
+        if taken is None:
+            item = pairs * tiles
+        else:
+            # not before all tiles are free: until then the producer doesn't come to the next item
+            mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
+            item = _told(item_ring.index(turn % 2), 0)
+            mbarrier.arrive(item_free.index(turn % 2), count=1)
+            turn += 1
+            g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
+            rows, position, seen, own_seen, unmasked = _queries(
+                q, q_token, positions, g, first_row, q_start, queries, keys, WHICH, BOTH, GROUP, D, BLOCK_N, OF_ROW
+            )  # fmt: skip
         _store_rows(acc, total, reference, own_position, own_first, out, lse, of_rows, GROUP, PACKED)
         q_tile.store(rows)
         fence_async_shared()
@@ -550,11 +553,11 @@ def _forward_wide(
     sizes = (groups, pairs, tiles, section, q_rows, k_rows)
     gl.warp_specialize([
         (_forward_consumer, (
-            q_tile.index(0), rings, of_items, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
+            q_tile.index(0), rings, of_items, taken, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
             0, GROUP, D, BLOCK_N, STAGES, PACKED,
         )),
         (_forward_consumer, (
-            q_tile.index(1), rings, of_items, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
+            q_tile.index(1), rings, of_items, taken, q, positions, q_ends, k_ends, out, lse, scale, q_token, sizes,
             1, GROUP, D, BLOCK_N, STAGES, PACKED,
         )),
         (_forward_producer, (
@@ -1034,7 +1037,7 @@ class _Call(Sizes):
             kernel, height, block_n, stages = _forward_narrow, ROWS.value, 64, 3
             taken, programs, registers = (), None, {"maxnreg": 128}  # four programs a multiprocessor
         else:
-            kernel, height, block_n, stages = _forward_wide, BOTH.value, 128, 2
+            kernel, height, block_n, stages = _forward_wide, BOTH.value, 128, 3
             programs, registers = MULTIPROCESSORS, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
             more = self.pairs * triton.cdiv(length, height) > programs  # than one item a program
             taken = (self.q.new_zeros(1, dtype=torch.int32) if more else None,)
