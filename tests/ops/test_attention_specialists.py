@@ -71,7 +71,7 @@ def test_choice_by_length_width_and_direction(hopper):
     assert _choice.choose(*wide, *PLAIN) == ["cudnn", "fa4", "hopper"]
     assert _choice.choose_backward(wide[0], None, *wide, None, None, wide[0], None, *PLAIN[2:]) == ["hopper"]
     positions = torch.empty(1, 8, device="meta")
-    assert _choice.choose(*empty(8, 1024, 64), None, None, positions, None, None, 1.0) == []
+    assert _choice.choose(*empty(8, 1023, 64), None, None, positions, None, None, 1.0) == []
     assert _choice.choose(*empty(8, 4096, 128), None, None, positions, None, None, 1.0) == ["hopper", "fa4"]
     packed = [t[0] for t in empty(2**20, 2**20, 64)]
     assert _choice.choose_varlen(*packed, None, None, None, None, 1023, 1023, None, 1.0) == []
