@@ -112,8 +112,8 @@ def _plain(q, k, q_positions, q_lens, k_lens):
 # that comes after a faster one is for calls that the faster doesn't take.
 FASTER = {
     # 512: 0.286 / 0.258 / 0.302 / 0.246; 1024: 0.422 / 0.348 / 0.429 / 0.381; 2048: 0.694 / 0.547 / 0.677 / 0.645;
-    # 8192: 2.33 / 1.81 / 2.16 / 2.23. At 512 cuDNN is ahead, but not where tiles are cut: of 32 sequences of 682, hopper
-    # 0.096, cuDNN 0.125
+    # 8192: 2.33 / 1.81 / 2.16 / 2.23. At 512 cuDNN is ahead, but not where tiles are cut: 32 sequences of 682 take
+    # 0.096 by hopper, 0.125 by cuDNN
     ("causal", "forward", 64): (("hopper", 512), ("cudnn", 1024)),
     # 512: 0.676 / 0.531 / 0.489 / 0.360; 1024: 0.960 / 0.702 / 0.665 / 0.563; 2048: 1.50 / 1.05 / 1.05 / 0.966;
     # 4096: 2.61 / 1.75 / 1.81 / 1.77; 8192: 4.83 / 3.17 / 3.36 / 3.37

@@ -57,6 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .._dispatch import properties
 from .._layout import contiguous
 from .._triton import quotient
 from ._triton import cleared, cleared_gradients
@@ -68,7 +69,6 @@ FINISHED = 2048  # elements of a program: 16 a thread
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # what the producer of the backward tells of an item, in this order; _plan says what four of them are
 SOME, SINCE, STEPS, MASKED, SEEN, QUERIES, ROW, HEAD, FIRST_KEY, KEYS, KEY_ROW = map(gl.constexpr, range(11))
-MULTIPROCESSORS = 132  # of an H100; where there are fewer, the last programs find nothing to do
 SLACK = gl.constexpr(8.0)  # in powers of 2: fp16, too, holds probabilities up to 2**8
 BEYOND = gl.constexpr(2.0**32)  # sums in fp32 and probabilities in bf16 could be far larger
 # acc *= fade, left out if no row of the warp fades; for 32 elements of a thread, two of a row, two of another and so on
@@ -1015,6 +1015,7 @@ class _Call(Sizes):
         self.shapes = q.shape, k.shape
         self.positions, *self.ends = contiguous(q_positions, q_ends, k_ends)
         self.scale = scale
+        self.at_once = properties(q.device)[0] or 132  # programs, one a multiprocessor; without a GPU an H100's
 
     def launch(self, kernel, height, length, streamed, *arguments, programs=None, **constants):
         """An item is a tile of so many of ``length`` rows, or keys, of a sequence and key/value head; each has a
@@ -1038,7 +1039,7 @@ class _Call(Sizes):
             taken, programs, registers = (), None, {"maxnreg": 128}  # four programs a multiprocessor
         else:
             kernel, height, block_n, stages = _forward_wide, BOTH.value, 128, 3
-            programs, registers = MULTIPROCESSORS, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
+            programs, registers = self.at_once, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
             more = self.pairs * triton.cdiv(length, height) > programs  # than one item a program
             taken = (self.q.new_zeros(1, dtype=torch.int32) if more else None,)
         self.launch(
@@ -1075,7 +1076,7 @@ class _Call(Sizes):
         self.launch(
             _backward, BOTH.value, self.k_longest, self.q_longest * (self.heads // self.groups),
             *of_queries, *of_keys, _tiles(_rows(sums), block_m, 64), taken, plan, self.positions, *self.ends,
-            lse, delta, d_k, d_v, self.scale, programs=MULTIPROCESSORS, BLOCK_M=block_m, ADDER=self.width == 64,
+            lse, delta, d_k, d_v, self.scale, programs=self.at_once, BLOCK_M=block_m, ADDER=self.width == 64,
             **stages, **registers,
         )  # fmt: skip
         n = sums.numel()
