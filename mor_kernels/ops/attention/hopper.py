@@ -290,22 +290,18 @@ def _last_keys(positions, first_row, q_start, queries, keys, HEIGHT: gl.constexp
 @gluon.jit
 def _queries(
     q, q_token, positions, g, first_row, q_start, queries, keys,
-    WHICH: gl.constexpr, HEIGHT: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    OF_ROW: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROW: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of an item of HEIGHT rows, and the last keys that they see; how many keys all rows of the item see, and
-    these; how many tiles of keys these need no mask for."""
-    first = first_row + WHICH * ROWS
-    rows = _load_rows(q, first, q_start, queries, q_token, g * GROUP, GROUP, D)
-    position, valid = _last_keys(positions, first_row, q_start, queries, keys, HEIGHT, GROUP)
-    own = gl.arange(0, HEIGHT, position.type.layout) // ROWS == WHICH
-    seen, own_seen = gl.max(position, 0) + 1, gl.max(gl.where(own, position, -1), 0) + 1
-    unmasked = (gl.min(gl.where(own & valid, position, keys - 1), 0) + 1) // BLOCK_N
+    """64 rows, and the last keys that they see; how many keys any row sees, how many tiles of keys need no mask."""
+    rows = _load_rows(q, first_row, q_start, queries, q_token, g * GROUP, GROUP, D)
+    position, valid = _last_keys(positions, first_row, q_start, queries, keys, ROWS, GROUP)
+    seen = gl.max(position, 0) + 1
+    unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
     if positions is not None:
         positions += q_start
-    query = (first + gl.arange(0, ROWS, OF_ROW)) // GROUP
+    query = (first_row + gl.arange(0, ROWS, OF_ROW)) // GROUP
     position = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
-    return rows, position, seen, own_seen, unmasked
+    return rows, position, seen, unmasked
 
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
@@ -334,8 +330,8 @@ def _forward_narrow(
     key, column = k_start.to(gl.int32), g * D
     of_keys = (k_tiles, v_tiles, key, column)
     _copy(k_tiles, [key, column], ready.index(0), k_ring.index(0))  # needed nearly always: before that is known
-    rows, position, seen, own_seen, unmasked = _queries(
-        q, q_token, positions, g, first_row, q_start, queries, keys, 0, ROWS, GROUP, D, BLOCK_N, OF_ROW
+    rows, position, seen, unmasked = _queries(
+        q, q_token, positions, g, first_row, q_start, queries, keys, GROUP, D, BLOCK_N, OF_ROW
     )  # fmt: skip
     n_tiles = gl.cdiv(seen, BLOCK_N)
     for i in gl.static_range(1, STAGES - 1):
@@ -399,7 +395,7 @@ def _forward_producer(
     k_tiles, v_tiles, rings, of_items, came, taken, positions, q_ends, k_ends, sizes,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Brings the keys and values of an item, then takes the next and tells the consumers."""
+    """Tells the consumers of an item and how many tiles its rows see, brings these, and takes the next."""
     item_ring, item_ready, item_free = of_items
     k_ring, v_ring, k_ready, v_ready, k_free, v_free = rings
     groups, pairs, tiles, section, q_rows, k_rows = sizes
@@ -408,8 +404,13 @@ def _forward_producer(
         g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
         position, valid = _last_keys(positions, first_row, q_start, queries, keys, BOTH, GROUP)
         seen = gl.max(position, 0) + 1
+        n_tiles = gl.cdiv(seen, BLOCK_N)
+        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+        _tell(item_ring.index(turn % 2), (item, n_tiles))
+        mbarrier.arrive(item_ready.index(turn % 2), count=1)
+        turn += 1
         row, column = k_start.to(gl.int32), g * D
-        for i in range(gl.cdiv(seen, BLOCK_N)):
+        for i in range(n_tiles):
             stage, used = step % STAGES, _parity(step, STAGES) ^ 1
             mbarrier.wait(k_free.index(stage), used)
             _copy(k_tiles, [row + i * BLOCK_N, column], k_ready.index(stage), k_ring.index(stage))
@@ -427,10 +428,10 @@ def _forward_producer(
             item = pairs * tiles
         else:
             item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-            mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
-            _tell(item_ring.index(turn % 2), (item,))
-            mbarrier.arrive(item_ready.index(turn % 2), count=1)
-            turn += 1
+    if taken is not None:  # tells that none is left
+        mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
+        _tell(item_ring.index(turn % 2), (item,))
+        mbarrier.arrive(item_ready.index(turn % 2), count=1)
 
 
 @gluon.jit
@@ -450,8 +451,9 @@ def _forward_consumer(
     item_ring, item_ready, item_free = of_items
     item, turn, since = gl.program_id(0), pairs * 0, pairs * 0
     g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
-    rows, position, seen, own_seen, unmasked = _queries(
-        q, q_token, positions, g, first_row, q_start, queries, keys, WHICH, BOTH, GROUP, D, BLOCK_N, OF_ROW
+    first_row += WHICH * ROWS
+    rows, position, seen, unmasked = _queries(
+        q, q_token, positions, g, first_row, q_start, queries, keys, GROUP, D, BLOCK_N, OF_ROW
     )  # fmt: skip
     q_tile.store(rows)
     fence_async_shared()
@@ -460,7 +462,7 @@ def _forward_consumer(
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         reference = gl.full([ROWS], LEAST, gl.float32, OF_ROW)
         total = _sums(zeros)
-        own = gl.cdiv(own_seen, BLOCK_N)
+        own = gl.cdiv(seen, BLOCK_N)
         end = since + own
         if own > 0:
             stage = since % STAGES
@@ -492,7 +494,9 @@ def _forward_consumer(
             acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_free.index(before), count=1)
-        since += gl.cdiv(seen, BLOCK_N)
+        mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
+        since += _told(item_ring.index(turn % 2), 1)
+        mbarrier.arrive(item_free.index(turn % 2), count=1)
         for i in range(end, since):  # what only the other consumer's rows see
             stage = i % STAGES
             mbarrier.wait(k_ready.index(stage), _parity(i, STAGES))
@@ -500,23 +504,24 @@ def _forward_consumer(
             mbarrier.wait(v_ready.index(stage), _parity(i, STAGES))
             mbarrier.arrive(v_free.index(stage), count=1)
         of_rows = (q_start, queries, q_rows, groups * GROUP, g * GROUP)
-        own_position, own_first = position, first_row + WHICH * ROWS
+        own_position, own_first = position, first_row
         if taken is None:
             item = pairs * tiles
         else:
             # not before all tiles are free: until then the producer doesn't come to the next item
+            turn += 1
             mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
             item = _told(item_ring.index(turn % 2), 0)
-            mbarrier.arrive(item_free.index(turn % 2), count=1)
-            turn += 1
             g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
-            rows, position, seen, own_seen, unmasked = _queries(
-                q, q_token, positions, g, first_row, q_start, queries, keys, WHICH, BOTH, GROUP, D, BLOCK_N, OF_ROW
+            first_row += WHICH * ROWS
+            rows, position, seen, unmasked = _queries(
+                q, q_token, positions, g, first_row, q_start, queries, keys, GROUP, D, BLOCK_N, OF_ROW
             )  # fmt: skip
         _store_rows(acc, total, reference, own_position, own_first, out, lse, of_rows, GROUP, PACKED)
-        q_tile.store(rows)
-        fence_async_shared()
-        barrier()
+        if taken is not None:
+            q_tile.store(rows)
+            fence_async_shared()
+            barrier()
 
 
 @gluon.jit(do_not_specialize=["groups", "pairs", "tiles", "section", "q_rows", "k_rows"])
@@ -535,7 +540,7 @@ def _forward_wide(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    item_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_ring = gl.allocate_shared_memory(gl.int32, [2, 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
