@@ -67,7 +67,8 @@ ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BOTH = gl.constexpr(128)  # rows of both consumers
 FINISHED = 2048  # elements of a program: 16 a thread
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# what the producer of the backward tells of an item, in this order; _plan says what four of them are
+# what producers tell of an item, in this order: the forward's, and the backward's, of which _plan says what four are
+ITEM, TILES = map(gl.constexpr, range(2))
 SOME, SINCE, STEPS, MASKED, SEEN, QUERIES, ROW, HEAD, FIRST_KEY, KEYS, KEY_ROW = map(gl.constexpr, range(11))
 SLACK = gl.constexpr(8.0)  # in powers of 2: fp16, too, holds probabilities up to 2**8
 BEYOND = gl.constexpr(2.0**32)  # sums in fp32 and probabilities in bf16 could be far larger
@@ -278,12 +279,13 @@ def _pass(
 
 
 @gluon.jit
-def _last_keys(positions, first_row, q_start, queries, keys, HEIGHT: gl.constexpr, GROUP: gl.constexpr):
-    """The last keys that rows see, -1 for none, and which rows there are; all in each warp: extremes need no other."""
-    IN_WARP: gl.constexpr = gl.BlockedLayout([HEIGHT // 32], [32], [4], [0])
+def _last_keys(
+    positions, first_row, q_start, queries, keys, GROUP: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """The last keys that rows see, -1 for none, and which rows there are."""
     if positions is not None:
         positions += q_start
-    query = (first_row + gl.arange(0, HEIGHT, IN_WARP)) // GROUP
+    query = (first_row + gl.arange(0, HEIGHT, LAYOUT)) // GROUP
     return gl.where(query < queries, _positions(positions, query, queries, keys), -1), query < queries
 
 
@@ -293,14 +295,12 @@ def _queries(
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROW: gl.constexpr,
 ):  # fmt: skip
     """64 rows, and the last keys that they see; how many keys any row sees, how many tiles of keys need no mask."""
+    IN_WARP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # all rows in each warp: extremes without the others
     rows = _load_rows(q, first_row, q_start, queries, q_token, g * GROUP, GROUP, D)
-    position, valid = _last_keys(positions, first_row, q_start, queries, keys, ROWS, GROUP)
+    position, valid = _last_keys(positions, first_row, q_start, queries, keys, GROUP, ROWS, IN_WARP)
     seen = gl.max(position, 0) + 1
     unmasked = (gl.min(gl.where(valid, position, keys - 1), 0) + 1) // BLOCK_N
-    if positions is not None:
-        positions += q_start
-    query = (first_row + gl.arange(0, ROWS, OF_ROW)) // GROUP
-    position = gl.where(query < queries, _positions(positions, query, queries, keys), -1)
+    position, valid = _last_keys(positions, first_row, q_start, queries, keys, GROUP, ROWS, OF_ROW)
     return rows, position, seen, unmasked
 
 
@@ -396,13 +396,14 @@ def _forward_producer(
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Tells the consumers of an item and how many tiles its rows see, brings these, and takes the next."""
+    IN_WARP: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     item_ring, item_ready, item_free = of_items
     k_ring, v_ring, k_ready, v_ready, k_free, v_free = rings
     groups, pairs, tiles, section, q_rows, k_rows = sizes
     item, turn, step, cleaned = gl.program_id(0), pairs * 0, pairs * 0, pairs * 0
     while item < pairs * tiles:
         g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
-        position, valid = _last_keys(positions, first_row, q_start, queries, keys, BOTH, GROUP)
+        position, valid = _last_keys(positions, first_row, q_start, queries, keys, GROUP, BOTH, IN_WARP)
         seen = gl.max(position, 0) + 1
         n_tiles = gl.cdiv(seen, BLOCK_N)
         mbarrier.wait(item_free.index(turn % 2), _parity(turn, 2) ^ 1)
@@ -495,7 +496,7 @@ def _forward_consumer(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_free.index(before), count=1)
         mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
-        since += _told(item_ring.index(turn % 2), 1)
+        since += _told(item_ring.index(turn % 2), TILES)
         mbarrier.arrive(item_free.index(turn % 2), count=1)
         for i in range(end, since):  # what only the other consumer's rows see
             stage = i % STAGES
@@ -511,7 +512,7 @@ def _forward_consumer(
             # not before all tiles are free: until then the producer doesn't come to the next item
             turn += 1
             mbarrier.wait(item_ready.index(turn % 2), _parity(turn, 2))
-            item = _told(item_ring.index(turn % 2), 0)
+            item = _told(item_ring.index(turn % 2), ITEM)
             g, first_row, q_start, queries, k_start, keys = _rows_of(item, q_ends, k_ends, sizes, PACKED)
             first_row += WHICH * ROWS
             rows, position, seen, unmasked = _queries(
