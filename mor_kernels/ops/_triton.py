@@ -87,7 +87,7 @@ def _sum_rows(x, out, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & (column < width)[None, :]
         total += tl.load(x + row[:, None] * width + column[None, :], mask=mask, other=0.0)
     tl.store(out + column, tl.sum(total, 0), mask=column < width)

@@ -49,9 +49,9 @@ def cleared_gradients(cu_seqlens_q, cu_seqlens_k, d_q, d_k, d_v):
     return d_q, d_k, d_v
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["batch", "queries", "keys"])
 def _block_lists(
-    positions, counts, partial, full, queries, keys,
+    positions, counts, partial, full, batch, queries, keys,
     BY_KEYS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The lists of one block of queries (the blocks of keys that it sees in part, and whole), or BY_KEYS of one block
@@ -61,11 +61,10 @@ def _block_lists(
     block of fewer queries or keys than BLOCK counts as seen in part: its end must be masked.
     """
     q_blocks, k_blocks = tl.cdiv(queries, BLOCK), tl.cdiv(keys, BLOCK)
-    b = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0)
+    blocks = k_blocks if BY_KEYS else q_blocks
+    at_count = tl.program_id(0).to(tl.int64)
+    b, block = at_count // blocks, tl.program_id(0) % blocks
     positions += b * queries
-    blocks = tl.num_programs(0)
-    at_count = b * blocks + block
     if BY_KEYS:
         partial += at_count * q_blocks
         full += at_count * q_blocks
@@ -93,7 +92,7 @@ def _block_lists(
             tl.store(full + at_count * k_blocks + other, other, mask=other < whole)
             tl.store(partial + at_count * k_blocks + other, whole + other, mask=other < in_part)
     tl.store(counts + at_count, in_part)
-    tl.store(counts + tl.num_programs(1).to(tl.int64) * blocks + at_count, whole)
+    tl.store(counts + batch.to(tl.int64) * blocks + at_count, whole)
 
 
 def block_lists(positions: torch.Tensor, keys: int, by_keys: bool) -> tuple[torch.Tensor, ...]:
@@ -113,8 +112,8 @@ def block_lists(positions: torch.Tensor, keys: int, by_keys: bool) -> tuple[torc
     counts = positions.new_empty(2, batch, 1, blocks, dtype=torch.int32)
     partial, full = counts.new_empty(2, batch, 1, blocks, others)
     if counts.numel():
-        _block_lists[(blocks, batch)](
-            positions.contiguous(), counts, partial, full, queries, keys,
+        _block_lists[(batch * blocks,)](
+            positions.contiguous(), counts, partial, full, batch, queries, keys,
             BY_KEYS=by_keys, BLOCK=BLOCK, AT_ONCE=32 if by_keys else 128, num_warps=4,
         )  # fmt: skip
     return counts[0], partial, counts[1], full

@@ -27,12 +27,13 @@ def _put(
 ):  # fmt: skip
     """Some heads of a tile of tokens, which begin at ``source`` of x and at ``target`` of out; turned if there is a
     position, divided if there are scales."""
-    i = tl.arange(0, 2**BITS)[None, None, :]
-    head = head + tl.arange(0, HEADS)[None, :, None]
+    i = tl.arange(0, 2**BITS)[None, None, :].to(tl.int64)
+    head = head + tl.arange(0, HEADS)[None, :, None].to(tl.int64)
     low, high = (head < heads) & (i < HALF), (head < heads) & (i < WIDTH - HALF)
+    half = tl.full((), HALF, tl.int64)
     source = x + source[:, None, None] + head * x_head + i * x_d
     a = tl.load(source, mask=read[:, None, None] & low, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF * x_d, mask=read[:, None, None] & high, other=0.0).to(tl.float32)
+    b = tl.load(source + half * x_d, mask=read[:, None, None] & high, other=0.0).to(tl.float32)
     if position is not None:
         cos, sin = cos_sin(position[:, None] * frequencies(step_high, step_low, BITS)[None, :])
         cos, sin = cos[:, None, :], sin[:, None, :]
@@ -44,7 +45,7 @@ def _put(
         a, b = to_e4m3(a), to_e4m3(b)
     target = out + target[:, None, None] + head * out_head + i * out_d
     tl.store(target, a.to(out.dtype.element_ty), mask=written[:, None, None] & low)
-    tl.store(target + HALF * out_d, b.to(out.dtype.element_ty), mask=written[:, None, None] & high)
+    tl.store(target + half * out_d, b.to(out.dtype.element_ty), mask=written[:, None, None] & high)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots_there", "q_shares", "shares", "q_heads", "heads"])

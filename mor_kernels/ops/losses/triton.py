@@ -197,7 +197,7 @@ def _balance(
         at = (group[:, None, None].to(tl.int64) * parts + part) * experts + expert[None, None, :]
         mask = (group < groups)[:, None, None] & (part < parts) & (expert < experts)[None, None, :]
         p = tl.sum(tl.load(sums + at, mask=mask, other=0.0), 1)
-        chosen = tl.sum(tl.load(counts + at, mask=mask, other=0), 1)
+        chosen = tl.sum(tl.load(counts + at, mask=mask, other=0).to(tl.int64), 1)
         tokens = tl.sum(chosen, 1)
         each = tl.maximum(tokens, 1).to(tl.float32)[:, None]
         rise = experts * chosen.to(tl.float32) / each / each

@@ -69,6 +69,8 @@ def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | Non
     """
     _checks.tensor("pack_depths", "depths", depths, ("B", "N"), _checks.INTEGERS)
     _checks.whole("pack_depths", "num_recursions", num_recursions, 1)
+    if depths.numel() >= 2**31:
+        _checks.fail("pack_depths", "depths", "fewer than 2**31 tokens, which cu_seqlens can count", depths.numel())
     return Packed(*apply(_Pack, depths, num_recursions, resolve("pack_depths", backend, depths)))
 
 

@@ -208,7 +208,7 @@ def _forward(
         token, head = query + m // GROUP, g * GROUP + m % GROUP
         valid = (m < ROWS) & (m // GROUP < left)
         d = tl.arange(0, BLOCK_D)
-        at = token.to(tl.int64) * q_token + head * q_head
+        at = token.to(tl.int64) * q_token + head.to(tl.int64) * q_head
         q_tile = tl.load(q + at[:, None] + d[None, :], mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)
         if positions is None:  # the queries are the newest tokens
             position = keys - left + m // GROUP
