@@ -284,7 +284,7 @@ def environment(commit: str | None = None) -> dict:
     facts = doctor.report()
     drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "card": torch.cuda.get_device_name(),
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": facts["torch"],
         "triton": facts["packages"]["triton"],
         "cuda": facts["cuda"],

@@ -18,13 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import decode, scaling, serve
+from bench import decode, numerics, scaling, serve
 from bench.harness import RESULTS, ROOT, best_rival, chart, tflops, title
 
 README = ROOT / "README.md"
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.S)
 # columns of rivals, and what is in the names of their rows
 FAMILIES = {"FlexAttention": "flex", "cuDNN": "cudnn", "FA2": "FA2", "FA4": "fa4"}
+NONE = "No result has been recorded yet."
 HEADER = ("operator", "case", "ours, ms", "floor, ms", "x floor", "best eager, ms", "compiled, ms", "faster by")
 
 
@@ -162,6 +163,64 @@ def serve_table(result: dict) -> list[str]:
     return markdown(("engine", "way", "tokens/s", "% of the engine's"), lines)
 
 
+def numerics_table(part: str, found: dict) -> list[str]:
+    """A part of bench/numerics.py: ``found`` of it, as tables."""
+    return {"ops": _ops_errors, "model": _model_errors, "training": _training_differences}[part](found)
+
+
+def _ops_errors(found: dict) -> list[str]:
+    """Of each dtype at the first and the last size: our backend with the largest error, beside PyTorch's smallest."""
+    lines = []
+    for op, of, axis, dtype in dict.fromkeys((r["op"], r["of"], r["axis"], r["dtype"]) for r in found["rows"]):
+        group = [row for row in found["rows"] if (row["op"], row["of"], row["axis"], row["dtype"]) ==
+                 (op, of, axis, dtype)]  # fmt: skip
+        sizes = sorted({row["n"] for row in group})
+        for n in dict.fromkeys((sizes[0], sizes[-1])):
+            own, plain = ([row for row in group if row["n"] == n and row["ours"] is ours and not row["failed"]]
+                          for ours in (True, False))  # fmt: skip
+            worst = max(own, key=lambda row: row["rms"], default=None)
+            rival = min(plain, key=lambda row: row["rms"], default=None)
+            shown = [f"{row[name]:.1e}" if row else "-" for row in (worst, rival) for name in ("rms", "max")]
+            ratio = f"{worst['rms'] / rival['rms']:.2f}" if worst and rival and rival["rms"] else "-"
+            impls = [row["impl"] if row else "-" for row in (worst, rival)]
+            lines.append((op, of, dtype, f"{axis} {n:,}", impls[0], *shown[:2], impls[1], *shown[2:], ratio))
+    header = ("operator", "of", "dtype", "size", "ours, the worst", "rms", "max", "PyTorch's, the best", "rms", "max",
+              "ours / PyTorch's")  # fmt: skip
+    return markdown(header, lines)
+
+
+def _model_errors(found: dict) -> list[str]:
+    """The first and the last size of each model: shares of tokens with another depth, and errors of the logits."""
+    lines = []
+    for model, kv, axis in dict.fromkeys((row["model"], row["kv"], row["axis"]) for row in found["rows"]):
+        group = [row for row in found["rows"] if (row["model"], row["kv"], row["axis"]) == (model, kv, axis)]
+        sizes = sorted({row["n"] for row in group})
+        for n in dict.fromkeys((sizes[0], sizes[-1])):
+            for row in (row for row in group if row["n"] == n):
+                lines.append((model, kv, f"{axis} {n:,}", row["dtype"], row["impl"], f"{100 * row['moved']:.2f}",
+                              *(f"{row[name]:.1e}" for name in ("rms", "replayed_rms", "replayed_max"))))  # fmt: skip
+    header = ("router", "keys and values", "size", "dtype", "computed by", "tokens of another depth, %",
+              "logits of the others, rms", "logits by float64's depths, rms", "max")  # fmt: skip
+    return markdown(header, lines)
+
+
+def _training_differences(found: dict) -> list[str]:
+    """Losses of the runs, what they differ by, and the trained model's errors."""
+    lines = []
+    for row in found["rows"]:
+        losses = ["failed"] * 2 if row["failed"] else [f"{row[name]:.4f}" for name in ("late", "last")]
+        lines.append((f"{row['precision']}, seed {row['seed']}", *losses))
+    for name, (a, b) in numerics.differences(found["rows"]).items():
+        lines.append((name, *(f"{a[of] - b[of]:+.4f}" for of in ("late", "last"))))
+    share = f"{100 * numerics.LATE:.0f}"
+    header = ("run", f"training loss, mean of the last {share} % of steps", "validation loss at the end")
+    tables = markdown(header, lines)
+    if found["model"]:
+        tables += ["", "The fp32 model of seed 0 on the tokens held out from it:", "", *_model_errors(
+            {"rows": found["model"]})]  # fmt: skip
+    return tables
+
+
 def _kinds_table(rows: list[tuple[str, dict]]) -> list[str]:
     """Milliseconds of a profiled step by what kernels are for, what takes most of all first."""
     total = Counter()
@@ -212,14 +271,18 @@ def section(benchmark: str, folder: Path = RESULTS) -> str:
     parts = []
     for path, result in results(benchmark, folder).items():
         where = result["environment"]
-        commit = (where["commit"] or "unknown")[:10] + (" with changes" if where["dirty"] else "")
         as_lines = TABLES.get(benchmark, table)
         unfinished = "" if result["complete"] else " The run was not finished."
+        made = f"driver {where['driver']}, CUDA {where['cuda']}, commit {commit_of(where)}, {where['date'][:10]}"
         parts.append(
-            f"{title(result)}; driver {where['driver']}, CUDA {where['cuda']}, commit {commit}, {where['date'][:10]}."
+            f"{title(result)}; {made}."
             f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(as_lines(result)) + "\n"
         )
-    return "\n".join(parts) or "No result has been recorded yet.\n"
+    return "\n".join(parts) or f"{NONE}\n"
+
+
+def commit_of(where: dict) -> str:
+    return (where["commit"] or "unknown")[:10] + (" with changes" if where["dirty"] else "")
 
 
 def rendered(text: str, folder: Path = RESULTS) -> str:
@@ -242,6 +305,8 @@ def main(argv: list[str] | None = None) -> int:
         for path, result in results(benchmark, RESULTS).items():
             CHARTS.get(benchmark, chart)(result, path.with_suffix(".png"))
             print(f"{path.stem}: {len(result['rows'])} rows")
+    for path, result in results("numerics", RESULTS).items():  # whose tables are made when docs/numerics.md is built
+        numerics.chart(result, path)
     return 0
 
 

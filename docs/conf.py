@@ -87,6 +87,26 @@ class Measured(SphinxDirective):
         return parsed(self, [f"{title(found[path])}:", "", *table])
 
 
+class Numerics(SphinxDirective):
+    """A part of the newest result of bench/numerics.py: its chart and its tables."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        part = self.arguments[0]
+        found = report.results("numerics", RESULTS)
+        dates = {path: result["parts"][part]["date"] for path, result in found.items() if part in result["parts"]}
+        self.env.note_dependency(str(RESULTS))  # for the first one
+        if not dates:
+            return parsed(self, [report.NONE])
+        path = max(dates, key=lambda path: dates[path])
+        self.env.note_dependency(str(path))
+        measured = found[path]["parts"][part]
+        head = f"{title(found[path])}; commit {report.commit_of(measured)}, {dates[path][:10]}:"
+        chart = f"![Errors](../bench/results/{path.stem}-{part}.png)"
+        return parsed(self, [head, "", chart, "", *report.numerics_table(part, measured)])
+
+
 class Choices(SphinxDirective):
     """Which of Triton's and the CUDA kernels serve an operator, and what was measured."""
 
@@ -106,3 +126,4 @@ def setup(app) -> None:
     app.connect("autodoc-process-docstring", sections)
     app.add_directive("measured", Measured)
     app.add_directive("choices", Choices)
+    app.add_directive("numerics", Numerics)
