@@ -328,12 +328,14 @@ class MoR(nn.Module):
                 fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(value.shape))
         if targets is not None and targets.dtype != torch.int64:
             fail("targets", "int64", targets.dtype)
-        for name, ids, least in (("input_ids", input_ids, 0), ("targets", targets, -100)):
+        known = f"ids from 0 to {self.config.vocab_size - 1}, below vocab_size"
+        for name, ids, expected in (("input_ids", input_ids, known), ("targets", targets, f"-100 or {known}")):
             # where looking at values waits for nothing
-            if ids is not None and ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
-                low, high = (int(bound) for bound in ids.aminmax())
-                if low < least or high >= self.config.vocab_size:
-                    fail(name, f"ids below vocab_size {self.config.vocab_size}", low if low < least else high)
+            if ids is not None and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+                wrong = (ids < 0) | (ids >= self.config.vocab_size)
+                wrong = wrong & (ids != -100) if name == "targets" else wrong
+                if wrong.any():
+                    fail(name, expected, int(ids[wrong][0]))
         if mode not in ("topk", "threshold"):
             fail("mode", "'topk' or 'threshold'", repr(mode))
         recursions, length = self.config.num_recursions, input_ids.shape[1]
