@@ -324,8 +324,9 @@ class MoR(nn.Module):
         if input_ids.shape[1] > self.config.max_position_embeddings:
             fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
         for name, value in (("targets", targets), ("attention_mask", attention_mask)):
-            if value is not None and value.shape != input_ids.shape:
-                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(value.shape))
+            if value is not None and (not isinstance(value, Tensor) or value.shape != input_ids.shape):
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
         if targets is not None and targets.dtype != torch.int64:
             fail("targets", "int64", targets.dtype)
         known = f"ids from 0 to {self.config.vocab_size - 1}, below vocab_size"
@@ -341,8 +342,10 @@ class MoR(nn.Module):
         recursions, length = self.config.num_recursions, input_ids.shape[1]
 
         def falling(numbers: Sequence[int], most: int) -> bool:
+            if not isinstance(numbers, (tuple, list)) or len(numbers) != recursions:
+                return False
             whole = all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in numbers)
-            return len(numbers) == recursions and whole and all(a >= b for a, b in zip((most, *numbers), numbers))
+            return whole and all(a >= b for a, b in zip((most, *numbers), numbers))
 
         if ks is not None and self.config.router == "expert_choice" and not (falling(ks, length) and ks[0] == length):
             fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)

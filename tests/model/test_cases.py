@@ -111,6 +111,7 @@ BAD_INPUTS = [
     (lambda m, x: m(tokens(1, 33)), "input_ids: expected at most 32 positions, got 33"),
     (lambda m, x: m(x, x[:2]), r"targets: expected the shape of input_ids, \(3, 9\), got \(2, 9\)"),
     (lambda m, x: m(x, attention_mask=x[:, :2]), "attention_mask: expected the shape of input_ids"),
+    (lambda m, x: m(x, x.tolist()), r"targets: expected the shape of input_ids, \(3, 9\), got list"),
     (lambda m, x: m(x > 1), "input_ids: expected int64 or int32 of shape"),
     (lambda m, x: m([1, 2]), "input_ids: expected int64 or int32 of shape"),
     (lambda m, x: m(x + 9), "input_ids: expected ids from 0 to 16, below vocab_size, got (1|2)"),
@@ -119,6 +120,7 @@ BAD_INPUTS = [
     (lambda m, x: m(x, -torch.ones_like(x)), "targets: expected -100 or ids from 0 to 16, below vocab_size, got -1"),
     (lambda m, x: m(x, x.int()), "targets: expected int64, got torch.int32"),
     (lambda m, x: m(x, ks=(9, 3.5, 3)), "ks: expected 3 non-increasing numbers, the first 9"),
+    (lambda m, x: m(x, ks=9), "ks: expected 3 non-increasing numbers, the first 9, got 9"),
     (lambda m, x: m(x, mode="greedy"), "mode: expected 'topk' or 'threshold', got 'greedy'"),
     (lambda m, x: m(x, ks=(9, 3, 4)), "ks: expected 3 non-increasing numbers, the first 9"),
 ]
