@@ -596,7 +596,7 @@ def chart(result: dict, path: Path) -> None:
             axes.text(row["tokens_per_second"], y, label, va="center", fontsize=6)
             y += 1
         y += 1.5
-    axes.set_xlabel("tokens a second; x: times vanilla's; gray: vanilla and transformers, pale: in lockstep")
+    axes.set_xlabel("tokens a second; x: times vanilla's; grey: vanilla and transformers, pale: in lockstep")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(title(result), fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
