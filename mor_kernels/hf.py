@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ except ImportError as error:
 from .decode import Engine, SamplingParams
 from .model import MoR
 from .model import MoRConfig as Config
+from .model.config import _fail
 from .model.convert import join, read_dense, separate
 from .model.hugging_face import MODEL_TYPE, describe, write_loader
 
@@ -55,10 +56,6 @@ _REFUSED = {"position_ids": "a token's position is its rank among those that att
             "inputs_embeds": "tokens are what is embedded here", "output_attentions": "no kernel keeps them",
             "output_hidden_states": "tokens take different numbers of layers"}  # fmt: skip
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-
-
-def _fail(name: str, expected: str, got: Any) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 class MoRConfig(PretrainedConfig):

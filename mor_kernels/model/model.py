@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
 from .authors import authors_config, authors_to_state
-from .config import MoRConfig
+from .config import MoRConfig, _fail
 from .convert import dense_to_recursive, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
@@ -310,25 +310,22 @@ class MoR(nn.Module):
         bounds: Sequence[int] | None,
         mode: str,
     ) -> None:
-        def fail(name: str, expected: str, got: object) -> NoReturn:
-            raise ValueError(f"{name}: expected {expected}, got {got}")
-
         integers = (torch.int64, torch.int32)
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
             got = getattr(input_ids, "dtype", type(input_ids).__name__)
-            fail(
+            _fail(
                 "input_ids",
                 "int64 or int32 of shape (B, T)",
                 f"{got} of shape {tuple(getattr(input_ids, 'shape', ()))}",
             )
         if input_ids.shape[1] > self.config.max_position_embeddings:
-            fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
+            _fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
         for name, value in (("targets", targets), ("attention_mask", attention_mask)):
             if value is not None and (not isinstance(value, Tensor) or value.shape != input_ids.shape):
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
+                _fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
         if targets is not None and targets.dtype != torch.int64:
-            fail("targets", "int64", targets.dtype)
+            _fail("targets", "int64", targets.dtype)
         known = f"ids from 0 to {self.config.vocab_size - 1}, below vocab_size"
         for name, ids, expected in (("input_ids", input_ids, known), ("targets", targets, f"-100 or {known}")):
             # where looking at values waits for nothing
@@ -336,9 +333,9 @@ class MoR(nn.Module):
                 wrong = (ids < 0) | (ids >= self.config.vocab_size)
                 wrong = wrong & (ids != -100) if name == "targets" else wrong
                 if wrong.any():
-                    fail(name, expected, int(ids[wrong][0]))
+                    _fail(name, expected, int(ids[wrong][0]))
         if mode not in ("topk", "threshold"):
-            fail("mode", "'topk' or 'threshold'", repr(mode))
+            _fail("mode", "'topk' or 'threshold'", repr(mode))
         recursions, length = self.config.num_recursions, input_ids.shape[1]
 
         def falling(numbers: Sequence[int], most: int) -> bool:
@@ -348,12 +345,12 @@ class MoR(nn.Module):
             return whole and all(a >= b for a, b in zip((most, *numbers), numbers))
 
         if ks is not None and self.config.router == "expert_choice" and not (falling(ks, length) and ks[0] == length):
-            fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
+            _fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
         if bounds is not None:
             if self.config.router != "token_choice":
-                fail("bounds", "none but for token_choice", bounds)
+                _fail("bounds", "none but for token_choice", bounds)
             if not falling(bounds, input_ids.numel()):
-                fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
+                _fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
 
     def _key_values(self, kind: type[Layout], before: Layout | None, **layout: Any) -> Layout:
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
