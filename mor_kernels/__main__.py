@@ -592,8 +592,8 @@ def _serve(options) -> None:
     server.serve(app, bound, model_name=name, api_key=options.api_key is not None)
 
 
-class _Whole:
-    """A tokenizer that shows special tokens as well."""
+class _WithSpecialTokens:
+    """A tokenizer that decodes special tokens as well, so that a text shows all of its tokens."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -653,7 +653,7 @@ def _depth(options) -> None:
     depths, scores = _routed(model, ids, "threshold")
     depths, recursions = depths.tolist(), model.config.num_recursions
     said = [""] * len(ids) if scores is None else [show.describe(row, model.config) for row in scores.tolist()]
-    stream = TextStream(_Whole(tokenizer))
+    stream = TextStream(_WithSpecialTokens(tokenizer))
     tokens = [show.Token(stream.push(token), token, *facts) for token, *facts in zip(ids, depths, said)]
     tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
 
