@@ -72,10 +72,11 @@ class MoRConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, config: Config, **fields) -> MoRConfig:
+        """A model's configuration in this form; ``fields`` are transformers' own."""
         return cls(**config.to_dict(), **fields)
 
     def to_mor(self) -> Config:
-        """A ValueError names a field that was changed to what it can't be."""
+        """The model's configuration; a ValueError names a field that was changed to what it can't be."""
         return Config(**{name: getattr(self, name) for name in _FIELDS})
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -189,7 +190,8 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> MoRCausalLMOutput | tuple:
-        """
+        """Loss, logits and depths of a batch, see :meth:`.MoR.forward`.
+
         Args:
             input_ids: (B, T) integers.
             attention_mask: (B, T), 0 at padding, which may be on either side.
@@ -200,6 +202,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False returns a tuple.
 
         The others are refused, but for the values that ask for nothing.
+
+        Returns:
+            :class:`MoRCausalLMOutput`.
+
+        Raises:
+            ValueError: an argument doesn't fit, or isn't served; the message names it.
         """
         refused = {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds,
                    "use_cache": use_cache, "output_attentions": output_attentions,

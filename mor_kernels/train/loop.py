@@ -52,10 +52,10 @@ class TrainConfig:
 
     data: str
     out: str
-    steps: int = 1000
-    batch_size: int = 8
-    accumulation: int = 1
-    sequence_length: int = 512
+    steps: int = 1000  #: of the optimizer
+    batch_size: int = 8  #: sequences of a micro-step, on each process
+    accumulation: int = 1  #: micro-steps of a step
+    sequence_length: int = 512  #: tokens
     learning_rate: float = 3e-3  #: the peak
     schedule: str = "trapezoid"  #: or "cosine"
     warmup: float = 0.05  #: share of the steps
@@ -64,20 +64,20 @@ class TrainConfig:
     weight_decay: float = 0.1  #: on matrices only
     clip: float = 1.0  #: largest norm of the whole gradient; inf: no limit
     seed: int = 0  #: order of the training data
-    validation: float = 0.01
+    validation: float = 0.01  #: share of the tokens that is held out, at their end
     device: str = "auto"  #: CUDA where there is one, else the CPU
     precision: str = "auto"  #: "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
     #: launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
     cuda_graphs: bool | None = None
     activation_checkpointing: bool = False  #: compute each layer twice and keep its input only: less memory, more time
     parallel: str = "ddp"  #: under torchrun: each process has the whole model, or with "fsdp" a part of it
-    log_every: int = 10
-    eval_every: int = 100  #: 0: never
-    eval_batches: int = 8
-    checkpoint_every: int = 100
+    log_every: int = 10  #: steps; a line has the means of so many
+    eval_every: int = 100  #: steps; 0: never
+    eval_batches: int = 8  #: of `batch_size` held-out sequences on each process, or as many as there are
+    checkpoint_every: int = 100  #: steps
     keep: int = 3  #: checkpoints left on disk
     resume: bool = True  #: go on from the latest checkpoint in `out`, if there is one
-    progress: bool = True
+    progress: bool = True  #: show a progress bar
 
     def __post_init__(self) -> None:
         for field in fields(self):
