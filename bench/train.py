@@ -42,7 +42,7 @@ from bench.harness import (
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.config import SIZES
 from mor_kernels.model.convert import separate
-from mor_kernels.train.loop import Graphs, parameters_in
+from mor_kernels.train.passes import Graphs, parameters_in
 
 CASES = {
     "vanilla": {},
