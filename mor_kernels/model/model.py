@@ -355,6 +355,17 @@ class MoR(nn.Module):
     def _key_values(self, kind: type[Layout], before: Layout | None, **layout: Any) -> Layout:
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
 
+    def _packed(
+        self, before: PackedKeyValues | None, indices: Tensor, cu_seqlens: Tensor, longest: int, places: Tensor,
+        length: int,
+    ) -> PackedKeyValues:  # fmt: skip
+        """Of tokens (n,), rows of the flattened batch; ``places`` (B * N,) says where rows stand among real tokens."""
+        where = indices.clamp(min=0)
+        return self._key_values(
+            PackedKeyValues, before, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
+            places=torch.where(indices >= 0, places[where], -1),
+        )  # fmt: skip
+
     def _real(self, positions: Tensor, seqlens: Tensor | None) -> Tensor:
         """(B, N) bool: tokens that are not padding."""
         return torch.ones_like(positions, dtype=torch.bool) if seqlens is None else positions < seqlens[:, None]
@@ -457,12 +468,8 @@ class MoR(nn.Module):
             packed = ops.pack_depths((depths > r).int(), 1)
             ((indices, cu_seqlens, longest),) = self._trim(packed, length)
             rows = ops.gather(x, indices)
-            where = indices.clamp(min=0)
-            key_values = self._key_values(
-                PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
-                places=torch.where(indices >= 0, places[where], -1),
-            )  # fmt: skip
-            update = self.block(rows, r, where % length, key_values.attend)
+            key_values = self._packed(key_values, indices, cu_seqlens, longest, places, length)
+            update = self.block(rows, r, key_values.positions, key_values.attend)
             gates = None if config.gate == "none" else self.expert_gates(r, rows)
             x = scatter_back(x, update, indices, gates, residual=config.residual)
         return x.view(shape), (depths, {}, {})
@@ -524,12 +531,8 @@ class MoR(nn.Module):
             places = torch.where(places < bounds[0], places, -1)
         packed = ops.pack_depths(depths, config.num_recursions)
         for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length, bounds)):
-            where = indices.clamp(min=0)
-            key_values = self._key_values(
-                PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
-                places=torch.where(indices >= 0, places[where], -1),
-            )  # fmt: skip
-            update = self.block(ops.gather(state, indices), r, where % length, key_values.attend)
+            key_values = self._packed(key_values, indices, cu_seqlens, longest, places, length)
+            update = self.block(ops.gather(state, indices), r, key_values.positions, key_values.attend)
             gate = ops.gather(gates[:, r], indices) if config.gate == "every_step" else None
             state = ops.scatter_back(state, update, indices, gate, residual="none")
         exit_gate = None
@@ -641,8 +644,8 @@ class MoR(nn.Module):
     def from_dense(
         cls, dense: str | os.PathLike[str] | dict[str, Tensor], config: MoRConfig, init: str = "stepwise"
     ) -> MoR:
-        """A recursive model from a dense Llama-architecture one ("uptraining"; paper, appendix "Expanded Results of
-        Parameter Sharing Strategy").
+        """A recursive model from a dense Llama-architecture one, in PyTorch's default dtype ("uptraining"; paper,
+        appendix "Expanded Results of Parameter Sharing Strategy").
 
         Args:
             dense: folder of a Hugging Face checkpoint (``*.safetensors``), or its state dict.
