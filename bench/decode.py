@@ -46,6 +46,7 @@ from bench.harness import (
     copy_bandwidth,
     environment,
     format_cells,
+    lacks_gpu,
     require,
     result_path,
     title,
@@ -595,7 +596,7 @@ def chart(result: dict, path: Path) -> None:
             axes.text(row["tokens_per_second"], y, label, va="center", fontsize=6)
             y += 1
         y += 1.5
-    axes.set_xlabel("tokens a second; x: times vanilla's; gray: vanilla and transformers, pale: in lockstep")
+    axes.set_xlabel("tokens a second; x: times vanilla's; grey: vanilla and transformers, pale: in lockstep")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(title(result), fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -623,8 +624,7 @@ def main(argv: list[str] | None = None, device: str = "cuda") -> int:
     options = parser.parse_args(argv)
     if options.vanilla and not options.model:
         parser.error("--vanilla: expected beside --model")
-    if device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
+    if device == "cuda" and lacks_gpu():
         return 2
     began = time.perf_counter()
     models = subjects(options.size, device)

@@ -445,6 +445,14 @@ def command_line(benchmark: str) -> argparse.ArgumentParser:
     return parser
 
 
+def lacks_gpu() -> bool:
+    """Whether there is no GPU; says so then."""
+    if torch.cuda.is_available():
+        return False
+    print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
+    return True
+
+
 def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] | None = None) -> int:
     """The command line of a benchmark without options of its own.
 
@@ -452,10 +460,7 @@ def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] |
         0; 1 if one of our rows failed; 2 without a GPU or without a case.
     """
     options = command_line(benchmark).parse_args(argv)
-    if not torch.cuda.is_available():
-        print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
-        return 2
-    return on_gpu(benchmark, make_cases, options)
+    return 2 if lacks_gpu() else on_gpu(benchmark, make_cases, options)
 
 
 def on_gpu(

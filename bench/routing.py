@@ -480,12 +480,11 @@ def make_cases(
     aux=AUX,
 ) -> list[Case]:
     cases = Cases(device, compiled)
-    in_place = [cases.scatter_in_place(*shape) for shape in scatter] if hasattr(ops, "scatter_back_") else []
     return [
         *[cases.route(*shape) for shape in route],
         *[cases.route_backward(*shape) for shape in route],
         *[cases.scatter_back(*shape) for shape in scatter],
-        *in_place,
+        *[cases.scatter_in_place(*shape) for shape in scatter],
         *[cases.scatter_backward(*shape, residual) for residual in ("block", "delta") for shape in scatter],
         *[cases.select(*shape) for shape in selection],
         cases.pack(*pack),

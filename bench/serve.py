@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.harness import RESULTS, ROOT, environment, require, result_path, save_bars, variant_of, write
+from bench.harness import RESULTS, ROOT, environment, lacks_gpu, require, result_path, save_bars, variant_of, write
 from mor_kernels.decode import Engine, SamplingParams
 from mor_kernels.model import MoR, MoRConfig
 
@@ -205,8 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.clients < 1 or options.requests < options.clients or options.requests % options.clients:
         parser.error(f"--requests: expected a multiple of --clients {options.clients}, got {options.requests}")
-    if not torch.cuda.is_available():
-        print("No CUDA device is visible. Nothing was measured or written.", file=sys.stderr)
+    if lacks_gpu():
         return 2
     config = MoRConfig.from_size(
         options.size, num_recursions=4, router="expert_choice", alpha=1.0, **depth(options.size)

@@ -27,11 +27,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.harness import Case, Implementation, Samples, close, command_line, elapsed, on_gpu, require, variant_of
+from bench.harness import (
+    Case,
+    Implementation,
+    Samples,
+    close,
+    command_line,
+    elapsed,
+    lacks_gpu,
+    on_gpu,
+    require,
+    variant_of,
+)
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.config import SIZES
 from mor_kernels.model.convert import separate
-from mor_kernels.train.loop import Graphs, parameters_in
+from mor_kernels.train.passes import Graphs, parameters_in
 
 CASES = {
     "vanilla": {},
@@ -328,8 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.models) - set(CASES):
         parser.error(f"MODEL: expected of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
-    if not torch.cuda.is_available():
-        print("No CUDA device is visible: a benchmark needs a GPU. Nothing was measured or written.", file=sys.stderr)
+    if lacks_gpu():
         return 2
     models = options.models or (CASES if options.size == parser.get_default("size") else PLAIN)
     steps = QUICK_STEPS if options.quick else STEPS

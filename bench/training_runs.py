@@ -23,12 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import RESULTS, write
+from bench.harness import RESULTS, ROOT, write
 from bench.report import markdown
 from mor_kernels.model import MoRConfig
 from mor_kernels.model.config import SIZES
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE, PLANS = ROOT / "docs" / "training.md", ROOT / "docs" / "runs"
 RECORD = RESULTS / "training_runs.json"
 SECTION = r"(<!-- runs:{} -->\n).*?(<!-- /runs -->)"
@@ -317,15 +316,15 @@ def results_section(path: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-# that stay apart without color vision (Okabe and Ito)
+# that stay apart without colour vision (Okabe and Ito)
 COLORS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#999999")
 
 
 def chart(runs: list[dict], image: Path) -> None:
     """Validation loss (threshold) over training operations. Needs matplotlib.
 
-    A color is a router and a number of recursions, a line's style what keys and values are; a legend is in the order of
-    the last losses.
+    A colour is a router and a number of recursions, a line's style what keys and values are; a legend is in the order
+    of the last losses.
     """
     from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
 

@@ -41,14 +41,15 @@ void scatter_back_backward(Address d_out, Address x, Address update, Address ind
                            int64_t y_n, int64_t y_d, int64_t x_b, int64_t x_n, int64_t x_d, int64_t f_b, int64_t f_k,
                            int64_t f_d, int width, int residual, int dtype, int update_dtype, Address stream);
 
-// decode_linear.cu; columns of y, (n, columns) and contiguous, of which a block has of_block, or, gated, half as many;
-// of K a block has one of as many parts, and room for as many KB of both. 0: as is best. squares is (n, partial), next_squares (n, ceil(columns / 32)).
+// decode_linear.cu; y is (n, columns), squares (n, partial) and next_squares (n, ceil(columns / 32)), all contiguous. A
+// block has of_block rows of the weight (gated: gates and values, for half as many columns of y) and one of the parts
+// of K; in its ring of shared memory there is room for so many KB of weight and x. 0 for each: as is best.
 void decode_linear(Address x, Address weight, Address norm_weight, Address squares, Address residual, Address next_gain,
                    Address out, Address scaled, Address next_squares, double eps, int n, int k, int columns,
                    int partial, int64_t x_n, int64_t weight_n, int64_t residual_n, bool gated, bool prefetch,
                    int of_block, int parts, int room, int dtype, Address stream);
-// The same into heads of 64 or 128 columns, bf16: q is (n, q_heads, width), to are the strides (page, slot, head) of the
-// caches.
+// The same into heads of 64 or 128 columns, bf16: q is (n, q_heads, width), and to are the strides (page, slot, head)
+// of the caches.
 void decode_qkv(Address x, Address weight, Address norm_weight, Address squares, Address slots, Address positions,
                 Address q, Address k_cache, Address v_cache, double eps, double theta, int n, int k, int q_heads,
                 int heads, int width, int page_size, int partial, int64_t slots_there, int64_t x_n, int64_t weight_n,

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# A tiny model that learns the language reference of Python in about a minute on two cores.
+# A tiny model that learns the language reference of Python in about two minutes on two cores.
 DEMO_MODEL = {
     "vocab_size": 1024, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 5, "num_attention_heads": 3,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256, "num_recursions": 3,
@@ -120,11 +120,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--prompt", action="append", help="may be repeated; default: from the beginning of a document"
     )
-    generate.add_argument("--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--top-p", type=float, default=0.95)
-    generate.add_argument("--min-p", type=float, default=0.0)
+    add = generate.add_argument
+    add("--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)")
+    add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all (default: %(default)s)")
+    add("--top-p", type=float, default=0.95, help="keep the likeliest tokens, until they have this share of the "
+        "probability (default: %(default)s)")  # fmt: skip
+    add("--min-p", type=float, default=0.0, help="keep tokens at least this times as likely as the likeliest (default: "
+        "%(default)s)")  # fmt: skip
     generate.add_argument("--seed", type=int, help="the same seed gives the same text")
     generate.add_argument("--stop", action="append", default=[], help="end before this string; may be repeated")
     generate.add_argument(
@@ -153,24 +156,28 @@ def _parser() -> argparse.ArgumentParser:
     _model_arguments(serve)
     add = serve.add_argument
     add("--name", help="what clients call the model (default: the folder's name)")
-    add("--host", default="127.0.0.1", help="address to listen at; others than loopback open the server to all")
-    add("--port", type=int, default=8000, help="0 takes any that is free, and tells which")
+    add("--host", default="127.0.0.1", help="address to listen at; others than loopback open the server to "
+        "all (default: %(default)s)")  # fmt: skip
+    add("--port", type=int, default=8000, help="0 takes any that is free, and tells which (default: %(default)s)")
     add("--api-key", default=os.environ.get("MOR_API_KEY") or None, metavar="KEY", help="clients must send it "
         "(default: the environment variable MOR_API_KEY, which other users of the machine don't see)")  # fmt: skip
-    add("--max-sequences", type=int, default=32, help="requests that run at once")
-    add("--max-waiting", type=int, default=1024, help="requests that may wait; others are refused")
+    add("--max-sequences", type=int, default=32, help="requests that run at once (default: %(default)s)")
+    add("--max-waiting", type=int, default=1024, help="requests that may wait; others are refused (default: "
+        "%(default)s)")  # fmt: skip
     add("--cache-bytes", type=int, help="size of the cache (default: enough for all sequences at full length)")
     add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
         help="auto: bfloat16 on CUDA, else that of the weights")  # fmt: skip
     add("--batch-invariant", action="store_true", help="on CUDA: a request gets the same bits whatever runs beside it")
     serve.set_defaults(run=_serve)
     for command in (generate, depth):
-        command.add_argument("--color", choices=["auto", "always", "never"], default="auto")
+        command.add_argument("--color", choices=["auto", "always", "never"], default="auto",
+            help="auto: on a terminal, unless NO_COLOR is set")  # fmt: skip
     return parser
 
 
 def _settings() -> str:
     from .model import MoRConfig
+    from .model.config import CHOICES
     from .train import TrainConfig
 
     lines = [""]
@@ -178,8 +185,9 @@ def _settings() -> str:
         lines.append(f"{option} takes, with these defaults:")
         for field in dataclasses.fields(config):
             if field.default is not dataclasses.MISSING:
-                lines.append(f"  {field.name}={json.dumps(field.default)}")
-    return "\n".join(lines) + "\n"
+                among = f"  (one of {', '.join(CHOICES[field.name])})" if field.name in CHOICES else ""
+                lines.append(f"  {field.name}={json.dumps(field.default)}{among}")
+    return "\n".join(lines) + "\ndocs/api.md tells what they mean.\n"
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -584,8 +592,8 @@ def _serve(options) -> None:
     server.serve(app, bound, model_name=name, api_key=options.api_key is not None)
 
 
-class _Whole:
-    """A tokenizer that shows special tokens as well."""
+class _WithSpecialTokens:
+    """A tokenizer that decodes special tokens as well, so that a text shows all of its tokens."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -645,7 +653,7 @@ def _depth(options) -> None:
     depths, scores = _routed(model, ids, "threshold")
     depths, recursions = depths.tolist(), model.config.num_recursions
     said = [""] * len(ids) if scores is None else [show.describe(row, model.config) for row in scores.tolist()]
-    stream = TextStream(_Whole(tokenizer))
+    stream = TextStream(_WithSpecialTokens(tokenizer))
     tokens = [show.Token(stream.push(token), token, *facts) for token, *facts in zip(ids, depths, said)]
     tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
 

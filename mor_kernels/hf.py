@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ except ImportError as error:
 from .decode import Engine, SamplingParams
 from .model import MoR
 from .model import MoRConfig as Config
+from .model.config import _fail
 from .model.convert import join, read_dense, separate
 from .model.hugging_face import MODEL_TYPE, describe, write_loader
 
@@ -57,10 +58,6 @@ _REFUSED = {"position_ids": "a token's position is its rank among those that att
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
-def _fail(name: str, expected: str, got: Any) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
-
-
 class MoRConfig(PretrainedConfig):
     """:class:`mor_kernels.model.MoRConfig` as a configuration of transformers: the same fields, the same checks."""
 
@@ -75,10 +72,11 @@ class MoRConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, config: Config, **fields) -> MoRConfig:
+        """A model's configuration in this form; ``fields`` are transformers' own."""
         return cls(**config.to_dict(), **fields)
 
     def to_mor(self) -> Config:
-        """A ValueError names a field that was changed to what it can't be."""
+        """The model's configuration; a ValueError names a field that was changed to what it can't be."""
         return Config(**{name: getattr(self, name) for name in _FIELDS})
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -192,7 +190,8 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> MoRCausalLMOutput | tuple:
-        """
+        """Loss, logits and depths of a batch, see :meth:`.MoR.forward`.
+
         Args:
             input_ids: (B, T) integers.
             attention_mask: (B, T), 0 at padding, which may be on either side.
@@ -203,6 +202,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False returns a tuple.
 
         The others are refused, but for the values that ask for nothing.
+
+        Returns:
+            :class:`MoRCausalLMOutput`.
+
+        Raises:
+            ValueError: an argument doesn't fit, or isn't served; the message names it.
         """
         refused = {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds,
                    "use_cache": use_cache, "output_attentions": output_attentions,

@@ -51,6 +51,18 @@ def test_train_leaves_everything_in_its_place(run):
     assert [line["step"] for line in lines if "lm" in line] == [1, 2, 3]
 
 
+def test_help_has_every_setting_with_its_default_and_what_else_it_can_be(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert '  router="none"  (one of none, expert_choice, token_choice)\n' in printed
+    assert "  clip=1.0\n" in printed and "vocab_size=49152" in printed
+    for command in ("eval", "generate", "depth", "scores", "serve"):  # a % in a help text would be a fault
+        with pytest.raises(SystemExit) as error:
+            main([command, "--help"])
+        assert error.value.code == 0
+
+
 def test_the_same_command_goes_on(run, text, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(run, out)

@@ -63,17 +63,6 @@ class PagePool:
         tensors = (self.k, self.v, self.k_scale, self.v_scale, *self.pages)
         return sum(t.nbytes for t in tensors if t is not None)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page's keys and values, of all layers."""
-        return 2 * self.k[:, :1].nbytes
-
-    def lacks(self, rows: Tensor, counts: Tensor) -> bool:
-        """Whether `prepare` would run out of pages for `counts` (R,) more tokens of rows (R,). Waits for the device."""
-        safe = rows.clamp(min=0)
-        need = (self.pages.lengths[safe] + counts + self.page_size - 1) // self.page_size - self.pages.owned[safe]
-        return bool((need.clamp(min=0) * (rows >= 0)).sum() > self.pages.free_count)
-
     def prepare(self, rows: Tensor, cu_seqlens: Tensor, total: int) -> ops.Taken:
         """Give the rows the pages that their new tokens need, see ops.take_pages_. Refused, nothing is changed, and the
         tokens of all rows are padding.

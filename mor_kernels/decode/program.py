@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import ops
 from ..graphs import side_stream, without_workspace
 from ..model import MoR
+from ..ops._numeric import wide
 from ..ops.advance._fields import FIELDS
 from .cache import KVCache, Plan
 from .sampler import SamplingParams, log_probabilities
@@ -101,7 +102,7 @@ class Program:
             positions=self.lanes.row("position"),
             x=new(max_sequences, width, dtype=dtype),
         )
-        score = torch.promote_types(dtype, torch.float32)
+        score = wide(dtype)
         if self.config.router == "token_choice":
             self.tokens.last = new(max_sequences + 1, dtype=torch.int64)
             self.tokens.entry = new(max_sequences + 1, width, dtype=dtype)
@@ -177,7 +178,7 @@ class Program:
         """After a single tick of n slots that was asked for so many, and until the next: log-probabilities
         (n, 1 + number) of the chosen token and the likeliest ones, whose ids are (n, number)."""
         if number not in self.logprobs:
-            slots, score = self.lanes.table.shape[1], torch.promote_types(self.tokens.x.dtype, torch.float32)
+            slots, score = self.lanes.table.shape[1], wide(self.tokens.x.dtype)
             self.logprobs[number] = (
                 torch.zeros(slots, 1 + number, dtype=score, device=self.device),
                 torch.zeros(slots, number, dtype=torch.int64, device=self.device),

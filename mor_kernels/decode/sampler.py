@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from ..ops._numeric import wide
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,6 @@ def log_probabilities(logits: Tensor, chosen: Tensor, top: int) -> tuple[Tensor,
 
     Returns (n,), then values (n, top) and token ids (n, top), in float32 or, for float64 logits, float64.
     """
-    log = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    log = logits.to(wide(logits.dtype)).log_softmax(-1)
     values, tokens = log.topk(top, dim=-1)
     return log.gather(1, chosen[:, None]).squeeze(1), values, tokens

@@ -209,6 +209,7 @@ class MoRConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> MoRConfig:
+        """The inverse of :meth:`to_dict`; ValueError for a name that isn't a field, as for a value out of range."""
         unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             _fail("config", "known fields only", f"also {', '.join(sorted(unknown))}")
@@ -227,6 +228,7 @@ class MoRConfig:
         return cls.from_dict({name: value for name, value in fields.items() if name not in describe()})
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields by their names, defaults resolved."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -306,6 +308,7 @@ class MoRConfig:
 
     @property
     def num_unique_layers(self) -> int:
+        """Layers that have weights of their own, first and last included."""
         return len({i for layers in self.recursion_layers for i in layers}) + 2 * self.has_own_ends
 
     def kept(self, length: int, step: int | None = None) -> tuple[int, ...]:

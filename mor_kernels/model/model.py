@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
 from .authors import authors_config, authors_to_state
-from .config import MoRConfig
+from .config import MoRConfig, _fail
 from .convert import dense_to_recursive, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
@@ -310,48 +310,61 @@ class MoR(nn.Module):
         bounds: Sequence[int] | None,
         mode: str,
     ) -> None:
-        def fail(name: str, expected: str, got: object) -> NoReturn:
-            raise ValueError(f"{name}: expected {expected}, got {got}")
-
         integers = (torch.int64, torch.int32)
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
             got = getattr(input_ids, "dtype", type(input_ids).__name__)
-            fail(
+            _fail(
                 "input_ids",
                 "int64 or int32 of shape (B, T)",
                 f"{got} of shape {tuple(getattr(input_ids, 'shape', ()))}",
             )
         if input_ids.shape[1] > self.config.max_position_embeddings:
-            fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
+            _fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
         for name, value in (("targets", targets), ("attention_mask", attention_mask)):
-            if value is not None and value.shape != input_ids.shape:
-                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(value.shape))
+            if value is not None and (not isinstance(value, Tensor) or value.shape != input_ids.shape):
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                _fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
         if targets is not None and targets.dtype != torch.int64:
-            fail("targets", "int64", targets.dtype)
-        for name, ids, least in (("input_ids", input_ids, 0), ("targets", targets, -100)):
+            _fail("targets", "int64", targets.dtype)
+        known = f"ids from 0 to {self.config.vocab_size - 1}, below vocab_size"
+        for name, ids, expected in (("input_ids", input_ids, known), ("targets", targets, f"-100 or {known}")):
             # where looking at values waits for nothing
-            if ids is not None and ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
-                low, high = (int(bound) for bound in ids.aminmax())
-                if low < least or high >= self.config.vocab_size:
-                    fail(name, f"ids below vocab_size {self.config.vocab_size}", low if low < least else high)
+            if ids is not None and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+                wrong = (ids < 0) | (ids >= self.config.vocab_size)
+                wrong = wrong & (ids != -100) if name == "targets" else wrong
+                if wrong.any():
+                    _fail(name, expected, int(ids[wrong][0]))
         if mode not in ("topk", "threshold"):
-            fail("mode", "'topk' or 'threshold'", repr(mode))
+            _fail("mode", "'topk' or 'threshold'", repr(mode))
         recursions, length = self.config.num_recursions, input_ids.shape[1]
 
         def falling(numbers: Sequence[int], most: int) -> bool:
+            if not isinstance(numbers, (tuple, list)) or len(numbers) != recursions:
+                return False
             whole = all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in numbers)
-            return len(numbers) == recursions and whole and all(a >= b for a, b in zip((most, *numbers), numbers))
+            return whole and all(a >= b for a, b in zip((most, *numbers), numbers))
 
         if ks is not None and self.config.router == "expert_choice" and not (falling(ks, length) and ks[0] == length):
-            fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
+            _fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
         if bounds is not None:
             if self.config.router != "token_choice":
-                fail("bounds", "none but for token_choice", bounds)
+                _fail("bounds", "none but for token_choice", bounds)
             if not falling(bounds, input_ids.numel()):
-                fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
+                _fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
 
     def _key_values(self, kind: type[Layout], before: Layout | None, **layout: Any) -> Layout:
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
+
+    def _packed(
+        self, before: PackedKeyValues | None, indices: Tensor, cu_seqlens: Tensor, longest: int, places: Tensor,
+        length: int,
+    ) -> PackedKeyValues:  # fmt: skip
+        """Of tokens (n,), rows of the flattened batch; ``places`` (B * N,) says where rows stand among real tokens."""
+        where = indices.clamp(min=0)
+        return self._key_values(
+            PackedKeyValues, before, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
+            places=torch.where(indices >= 0, places[where], -1),
+        )  # fmt: skip
 
     def _real(self, positions: Tensor, seqlens: Tensor | None) -> Tensor:
         """(B, N) bool: tokens that are not padding."""
@@ -455,12 +468,8 @@ class MoR(nn.Module):
             packed = ops.pack_depths((depths > r).int(), 1)
             ((indices, cu_seqlens, longest),) = self._trim(packed, length)
             rows = ops.gather(x, indices)
-            where = indices.clamp(min=0)
-            key_values = self._key_values(
-                PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
-                places=torch.where(indices >= 0, places[where], -1),
-            )  # fmt: skip
-            update = self.block(rows, r, where % length, key_values.attend)
+            key_values = self._packed(key_values, indices, cu_seqlens, longest, places, length)
+            update = self.block(rows, r, key_values.positions, key_values.attend)
             gates = None if config.gate == "none" else self.expert_gates(r, rows)
             x = scatter_back(x, update, indices, gates, residual=config.residual)
         return x.view(shape), (depths, {}, {})
@@ -522,12 +531,8 @@ class MoR(nn.Module):
             places = torch.where(places < bounds[0], places, -1)
         packed = ops.pack_depths(depths, config.num_recursions)
         for r, (indices, cu_seqlens, longest) in enumerate(self._trim(packed, length, bounds)):
-            where = indices.clamp(min=0)
-            key_values = self._key_values(
-                PackedKeyValues, key_values, positions=where % length, cu_seqlens=cu_seqlens, max_seqlen=longest,
-                places=torch.where(indices >= 0, places[where], -1),
-            )  # fmt: skip
-            update = self.block(ops.gather(state, indices), r, where % length, key_values.attend)
+            key_values = self._packed(key_values, indices, cu_seqlens, longest, places, length)
+            update = self.block(ops.gather(state, indices), r, key_values.positions, key_values.attend)
             gate = ops.gather(gates[:, r], indices) if config.gate == "every_step" else None
             state = ops.scatter_back(state, update, indices, gate, residual="none")
         exit_gate = None
@@ -639,8 +644,8 @@ class MoR(nn.Module):
     def from_dense(
         cls, dense: str | os.PathLike[str] | dict[str, Tensor], config: MoRConfig, init: str = "stepwise"
     ) -> MoR:
-        """A recursive model from a dense Llama-architecture one ("uptraining"; paper, appendix "Expanded Results of
-        Parameter Sharing Strategy").
+        """A recursive model from a dense Llama-architecture one, in PyTorch's default dtype ("uptraining"; paper,
+        appendix "Expanded Results of Parameter Sharing Strategy").
 
         Args:
             dense: folder of a Hugging Face checkpoint (``*.safetensors``), or its state dict.

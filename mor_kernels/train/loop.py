@@ -10,11 +10,11 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ import torch.distributed.nn
 from tqdm import tqdm
 
 from ..doctor import package_version
-from ..graphs import side_stream, without_workspace
 from ..model import MoR
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
+from .passes import Graphs, parameters_in
 from .schedule import cosine, trapezoid
 
 # By the annotation of a setting: how messages call it, and the types that it may have.
@@ -52,10 +52,10 @@ class TrainConfig:
 
     data: str
     out: str
-    steps: int = 1000
-    batch_size: int = 8
-    accumulation: int = 1
-    sequence_length: int = 512
+    steps: int = 1000  #: of the optimizer
+    batch_size: int = 8  #: sequences of a micro-step, on each process
+    accumulation: int = 1  #: micro-steps of a step
+    sequence_length: int = 512  #: tokens
     learning_rate: float = 3e-3  #: the peak
     schedule: str = "trapezoid"  #: or "cosine"
     warmup: float = 0.05  #: share of the steps
@@ -64,20 +64,20 @@ class TrainConfig:
     weight_decay: float = 0.1  #: on matrices only
     clip: float = 1.0  #: largest norm of the whole gradient; inf: no limit
     seed: int = 0  #: order of the training data
-    validation: float = 0.01
+    validation: float = 0.01  #: share of the tokens that is held out, at their end
     device: str = "auto"  #: CUDA where there is one, else the CPU
     precision: str = "auto"  #: "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
     #: launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
     cuda_graphs: bool | None = None
     activation_checkpointing: bool = False  #: compute each layer twice and keep its input only: less memory, more time
     parallel: str = "ddp"  #: under torchrun: each process has the whole model, or with "fsdp" a part of it
-    log_every: int = 10
-    eval_every: int = 100  #: 0: never
-    eval_batches: int = 8
-    checkpoint_every: int = 100
+    log_every: int = 10  #: steps; a line has the means of so many
+    eval_every: int = 100  #: steps; 0: never
+    eval_batches: int = 8  #: of `batch_size` held-out sequences on each process, or as many as there are
+    checkpoint_every: int = 100  #: steps
     keep: int = 3  #: checkpoints left on disk
     resume: bool = True  #: go on from the latest checkpoint in `out`, if there is one
-    progress: bool = True
+    progress: bool = True  #: show a progress bar
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -124,127 +124,6 @@ def train(model: MoR, config: TrainConfig) -> Trainer:
         trainer = Trainer(model, config)
         trainer.run()
         return trainer
-
-
-_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
-# a graph, the inputs that it reads, the gradients of the parameters, and what its pass returned
-_Captured = tuple[torch.cuda.CUDAGraph, list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
-
-
-class Graphs:
-    """A forward and backward pass as CUDA graphs, one for each of the sizes that it is called with: the host launches a
-    graph, not its thousands of kernels. Nothing in the pass may wait for the device.
-
-    `forward_backward(sizes, *inputs)` adds to the gradients of `parameters` and returns tensors. All graphs work in the
-    same memory: what one has left there, gradients and outputs too, is gone once another is replayed.
-    """
-
-    KEPT = 32  # the last ones used
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter],
-                 forward_backward: Callable[..., Sequence[torch.Tensor]]) -> None:
-        self.parameters, self.forward_backward = list(parameters), forward_backward
-        self.graphs: dict[Hashable, _Captured] = {}
-        self.pool: Any = None  # the handle of their memory
-        self.stream = side_stream(self.parameters[0].device)
-
-    def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
-        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
-        captured = self.graphs.pop(sizes, None) or self._capture(sizes, inputs)
-        self.graphs[sizes] = captured
-        graph, own, gradients, outputs = captured
-        for tensor, new in zip(own, inputs):
-            tensor.copy_(new)
-        graph.replay()
-        for parameter, gradient, earlier in zip(self.parameters, gradients, before):
-            if gradient is not None:
-                parameter.grad = gradient if earlier is None else gradient.add_(earlier)
-        return [output.clone() for output in outputs]
-
-    def _capture(self, sizes: Hashable, inputs: Iterable[torch.Tensor]) -> _Captured:
-        while len(self.graphs) >= self.KEPT:
-            del self.graphs[next(iter(self.graphs))]
-        own = [tensor.clone() for tensor in inputs]
-        self._forget()
-        with torch.cuda.device(self.stream.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                with without_workspace():
-                    self.forward_backward(sizes, *own)  # compiles and loads kernels
-            torch.cuda.current_stream().wait_stream(self.stream)
-            self._forget()
-            graph = torch.cuda.CUDAGraph()
-            # of this thread alone: NCCL's watchdog asks for events of its own meanwhile
-            capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
-            with without_workspace(), capture:
-                outputs = self.forward_backward(sizes, *own)
-        self.pool = graph.pool()
-        gradients = [_lent(parameter.grad, graph) for parameter in self.parameters]
-        lent = [_lent(output, graph) for output in outputs]
-        self._forget()
-        return graph, own, gradients, lent
-
-    def _forget(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
-class _Memory:
-    """The memory of a graph's tensor, without which it may be taken by the captures of other graphs."""
-
-    def __init__(self, tensor: torch.Tensor, graph: torch.cuda.CUDAGraph) -> None:
-        storage = tensor.untyped_storage()
-        self.graph = graph  # which the memory is there as long as
-        self.__cuda_array_interface__ = {"data": (storage.data_ptr(), False), "shape": (storage.nbytes(),),
-                                         "typestr": "|u1", "version": 3}
-
-
-def _lent(tensor: _Given, graph: torch.cuda.CUDAGraph) -> _Given:
-    """`tensor`, made while `graph` was captured, as one that doesn't keep its memory from the captures of others."""
-    if tensor is None or not tensor.numel():
-        return tensor
-    memory = torch.as_tensor(_Memory(tensor, graph), device=tensor.device).view(tensor.dtype)
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-class _Copies(torch.autograd.Function):
-    """Tensors in another dtype, and their gradients back in their own: two launches for all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-        torch._foreach_copy_(copies, tensors)
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        ctx.set_materialize_grads(False)
-        return tuple(copies)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        there = [(d, torch.empty_like(d, dtype=dtype)) for d, dtype in zip(gradients, ctx.dtypes) if d is not None]
-        if there:
-            torch._foreach_copy_([out for _, out in there], [d for d, _ in there])
-        outs = iter(out for _, out in there)
-        return None, *(None if d is None else next(outs) for d in gradients)
-
-
-@contextmanager
-def parameters_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within, the modules of `model` compute on copies of their parameters in `dtype`, whose gradients reach the
-    parameters in these' own dtype. All activations are of `dtype` then, the residual stream too, and a weight that is
-    used several times is copied once. The backward pass belongs within where it computes activations anew."""
-    places = [(module, name, parameter) for module in model.modules()
-              for name, parameter in module._parameters.items() if parameter is not None]
-    parameters = list(dict.fromkeys(parameter for _, _, parameter in places))
-    copies = dict(zip(parameters, _Copies.apply(dtype, *parameters)))
-    try:
-        for module, name, parameter in places:
-            module._parameters[name] = copies[parameter]
-        yield
-    finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mor_kernels.model import MoR, MoRConfig
-from mor_kernels.train.loop import parameters_in
+from mor_kernels.train.passes import parameters_in
 from tests.model.test_model import EXPERT, KV, TINY, TOKEN
 
 ROUTERS = pytest.mark.parametrize("fields", [{"num_recursions": 2, "num_hidden_layers": 6}, EXPERT, TOKEN],

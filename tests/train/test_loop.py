@@ -16,7 +16,9 @@ import pytest
 import torch
 from tiny import EXPERT, FIXED, TOKEN
 
+from mor_kernels.graphs import without_workspace
 from mor_kernels.train import Loader, Tokens, TrainConfig, Trainer, latest, loop, plot_curves, prepare, train
+from mor_kernels.train.passes import Graphs
 
 
 @pytest.fixture(autouse=True)
@@ -588,7 +590,7 @@ def test_cublas_is_without_a_workspace_only_within(monkeypatch, has_api):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda found=deterministic: found)
         if given:
             monkeypatch.setenv(variable, given)
-        with pytest.raises(KeyError), loop.without_workspace():
+        with pytest.raises(KeyError), without_workspace():
             assert without() == (capability == (9, 0) and not given and not deterministic)
             raise KeyError
         assert os.environ.get(variable) == given and sizes[-1] == before
@@ -616,7 +618,7 @@ def test_graphs_share_memory_and_gradients_outlive_them(device):
     def same(a, b):  # fp32 sums of up to 2,048 products, in any order
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
-    graphs, used = loop.Graphs([weight], forward_backward), []
+    graphs, used = Graphs([weight], forward_backward), []
     for rows in (64, 32, 48, 16, 64):
         weight.grad = None
         (loss,) = graphs(rows, x)

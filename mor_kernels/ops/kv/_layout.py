@@ -1,3 +1,5 @@
+"""Caches and page tables as the kernels want them."""
+
 from __future__ import annotations
 
 import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
+from .._numeric import wide
 from ._parts import unread
 
 _ops = torch.ops.mor_kernels
@@ -48,7 +49,7 @@ def paged_attention(
         most_queries, most_keys = int(cu_seqlens_q.diff().max()), int(k_lens.max())
         total = int(cu_seqlens_k[-1])
     k, v = _ops.kv_lookup(k_cache, v_cache, page_table, cu_seqlens_k, total, "eager")
-    dtype = torch.promote_types(q.dtype, torch.float32) if k_scale is not None or v_scale is not None else q.dtype
+    dtype = wide(q.dtype) if k_scale is not None or v_scale is not None else q.dtype
     k, v = (t.to(dtype) if s is None else t.to(dtype) * s[:, None] for t, s in ((k, k_scale), (v, v_scale)))
     offsets = cu_seqlens_q, cu_seqlens_k, most_queries, most_keys
     out, _ = _ops.attention_varlen(q.to(dtype), k, v, None, None, *offsets, q_positions, scale, "eager")

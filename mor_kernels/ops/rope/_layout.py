@@ -1,3 +1,5 @@
+"""Projections as the kernels want them."""
+
 from __future__ import annotations
 
 import torch
