@@ -306,7 +306,9 @@ def test_slices_of_a_fused_projection(device, backend, width, heads):
     compare(got, want, inputs, exact, dtype, device, backend)
     cu = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
     packed = ops.attention_varlen(*(t.flatten(0, 1) for t in inputs), cu, cu, 7, 7, backend=backend)
-    s.assert_close(packed.unflatten(0, (2, 7)), got[0], dtype, 1)
+    # p is rounded, as in compare
+    rounded = torch.finfo(dtype).eps / 2 * exact[2].abs().amax().item() if dtype in s.HALVES else 0.0
+    s.assert_close(packed.unflatten(0, (2, 7)), want[0], dtype, 4, slack=rounded)
 
 
 @s.targets("attention", "hopper")
