@@ -26,7 +26,8 @@ test: env
 	OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests $(WORKERS)
 
 emulate: env
-	MOR_EMULATE=1 OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests/ops tests/decode -k cpu-cuda $(WORKERS)
+	MOR_EMULATE=1 OMP_NUM_THREADS=1 $(VPY) -m pytest -q tests/ops tests/decode tests/model/test_backends.py -k cpu-cuda \
+	$(WORKERS)
 
 races: env
 	LD_PRELOAD=$$(g++ -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 log_path=stderr" MOR_EMULATE=races \

@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from mor_kernels.ops import _dispatch
 from mor_kernels.ops._dispatch import BACKENDS, unavailable
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,6 +24,20 @@ def targets(op: str, *specialists: str):
     test draws what they take."""
     found = [(d, b) for d in DEVICES for b in (*BACKENDS, *specialists) if unavailable(b, op, d) is None]
     return pytest.mark.parametrize(("device", "backend"), found, ids=lambda name: name)
+
+
+def prefer(monkeypatch, backend):
+    """Have whatever is called served by ``backend``; "cuda" is every CUDA kernel that there is, and Triton's for the
+    rest, or eager where Triton is interpreted."""
+    monkeypatch.setattr(_dispatch, "_default_backend", "auto" if backend == "cuda" else backend)
+    if backend == "cuda":
+        monkeypatch.setattr(_dispatch, "_best", _cuda_where_there_is_one)
+
+
+def _cuda_where_there_is_one(op, tensors, arguments):
+    for backend in ("cuda", "triton", "eager") if tensors[0].is_cuda else ("cuda", "eager"):
+        if not (_dispatch._refusal(op, backend, tensors) or _dispatch._unfit(op, backend, arguments)):
+            return backend
 
 
 def assume_served(device, backend, dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -73,6 +74,22 @@ def test_docstrings_tell_arguments_and_errors(name):
     raised = {"ValueError"} | ({"RuntimeError"} if refuses or "backend" in parameters else set())
     assert set(re.findall(r"^    (\w+): ", errors, re.M)) == raised
     assert ("gradients are on" in errors) == refuses
+
+
+def test_every_fault_has_a_test_that_exists():
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith(("| fault", "| ---"))]
+    assert rows
+    there: dict[str, set[str]] = {}
+    for row in rows:
+        fault, _, tests, backends = row.strip("| ").split(" | ")
+        named = re.findall(r"`(tests/[^`]+)::(\w+)`", tests)
+        assert named and backends and ", ".join(f"`{path}::{name}`" for path, name in named) == tests, fault
+        for path, name in named:
+            if path not in there:
+                tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+                there[path] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert name in there[path], f"{path} has no {name}"
 
 
 def sizes(case: str) -> dict[str, int]:

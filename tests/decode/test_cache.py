@@ -8,8 +8,8 @@ import torch
 from mor_kernels import ops
 from mor_kernels.decode.cache import KVCache, OutOfPages, PagePool
 from mor_kernels.model import MoRConfig
-from mor_kernels.ops import _dispatch
-from tests.strategies import cu_seqlens, targets
+from mor_kernels.ops._dispatch import BACKENDS
+from tests.strategies import cu_seqlens, prefer, targets
 
 G, D = 2, 4
 
@@ -17,11 +17,12 @@ G, D = 2, 4
 @pytest.fixture
 def used(monkeypatch, device, backend):
     """The device, with a backend for everything that is called."""
-    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    prefer(monkeypatch, backend)
     return device
 
 
-every_backend = targets("take_pages_")
+every_backend = targets("take_pages_")  # Triton has all that serving needs, CUDA some
+also_cuda = targets("paged_attention")
 
 
 def new_pool(device, layers=1, rows=4, num_pages=8, page_size=16, max_length=64, poison=float("nan")):
@@ -335,7 +336,7 @@ def test_each_strategy_sees_the_right_entries(used, kv, base):
     assert int(cache.block.pages.free_count) == cache.block.num_pages
 
 
-@every_backend
+@also_cuda
 @strategies
 def test_mixed_depths_in_one_call_equal_one_by_one(used, kv, base):
     """Three sequences at recursions 1, 2 and 3 with 1, 5 and 17 keys, and a lane of padding; NaN in every free slot."""
@@ -390,9 +391,11 @@ def test_bytes():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 @strategies
-def test_a_graph_replays_over_pages_and_lanes(kv, base):
+def test_a_graph_replays_over_pages_and_lanes(monkeypatch, backend, kv, base):
     """Captured at length 1 with eight lanes; replayed past two pages, with eight lanes and then with three."""
+    prefer(monkeypatch, backend)
     sequences, depth = 8, 3
     g = torch.Generator().manual_seed(0)
 

@@ -38,11 +38,16 @@ def same(one, other):
 
 
 @ROUTERS
-@pytest.mark.parametrize("kv", KV, ids=lambda kv: "-".join(kv.values()))
-def test_activation_checkpointing_changes_nothing(fields, kv):
+@pytest.mark.parametrize(
+    ("kv", "tied"), [*((kv, False) for kv in KV), (KV[0], True)], ids=[*("-".join(kv.values()) for kv in KV), "tied"]
+)
+def test_activation_checkpointing_changes_nothing(fields, kv, tied):
     """Not a bit, and not a token's depth; the first forward's activations are gone when the backward pass begins."""
     torch.manual_seed(0)
     model = MoR(MoRConfig(**TINY, **fields, **kv, lora_rank=2, recursion_encoding=True)).double()
+    if tied:
+        for router in model.routers:
+            torch.nn.init.zeros_(router.weight)
     x = torch.randint(17, (2, 12), generator=torch.Generator().manual_seed(0))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):

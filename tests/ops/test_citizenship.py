@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mor_kernels import ops
 from mor_kernels.ops import _dispatch
-from tests.strategies import DEVICES, normal, targets
+from mor_kernels.ops._dispatch import BACKENDS
+from tests.strategies import DEVICES, normal, prefer, targets
 
 INDEX = torch.tensor([[0, 2, 4], [1, -1, -1]])
 FLAT = torch.tensor([0, 2, 4, 6, -1, 9])
@@ -509,7 +510,9 @@ def test_strides_do_not_matter_and_runs_repeat(name, device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every_case
-def test_no_host_sync(name):
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_no_host_sync(monkeypatch, name, backend):
+    prefer(monkeypatch, backend)
     function, inputs, others = make(name, dtype=torch.float32, device="cuda")
     results(function, inputs, others)
     with torch.no_grad():
@@ -522,7 +525,9 @@ def test_no_host_sync(name):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every_case
-def test_cuda_graph_replays_with_new_data(name):
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_cuda_graph_replays_with_new_data(monkeypatch, name, backend):
+    prefer(monkeypatch, backend)
     function, inputs, others = make(name, dtype=torch.float32, device="cuda")
     with torch.no_grad():
         stream = torch.cuda.Stream()
@@ -554,6 +559,34 @@ def test_in_place_append_compiles():
         with torch.no_grad():
             got, want = compiled(new, new, *caches[:2], slots), step(new, new, *caches[2:], slots)
         assert torch.equal(got, want) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
+@targets("route")
+def test_routing_compiles_whole_and_once(device, backend):
+    """From the scores to what is written back: another routing recompiles nothing, and nothing waits for a GPU."""
+
+    def step(x, weight):
+        routed = ops.route(x, weight, 2, backend=backend)
+        return routed.indices, ops.scatter_back(x, routed.rows, routed.indices, routed.gates, backend=backend)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for again, scores in enumerate(([3.0, 1.0, 2.0, 0.0], [0.0, 1.0, 2.0, 3.0])):
+        x = torch.tensor([scores], device=device)[..., None].repeat(1, 1, 3)
+        runs = []
+        for run in (step, compiled):
+            inputs = x.clone().requires_grad_(), torch.eye(3, device=device)[0].requires_grad_()
+            with torch._dynamo.config.patch(error_on_recompile=bool(again)):
+                if again and device == "cuda":
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    indices, y = run(*inputs)
+                finally:
+                    if device == "cuda":
+                        torch.cuda.set_sync_debug_mode("default")
+            runs.append([indices, y, *torch.autograd.grad(y.square().sum(), inputs)])
+        assert runs[0][0].tolist() == [[2, 3] if again else [0, 2]]
+        assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
 @targets("scatter_back_")

@@ -182,43 +182,53 @@ every_backend = s.targets("kv_lookup")
 @every_backend
 def test_page_boundary(used):
     """Length 15 -> 16 -> 17 with pages of 16 and a foreign page full of 1e4 between."""
-    k_cache = torch.full((3, 16, 1, 2), 1e4, device=used)
+    k_cache, v_cache = (torch.full((3, 16, 1, 2), 1e4, device=used) for _ in "kv")
     table = torch.tensor([[0, 2]], dtype=torch.int32, device=used)
     tokens = s.normal((17, 1, 2), 0, torch.float32).to(used)
     for length in range(1, 18):
         t = length - 1
         slot = table[0, t // 16].long() * 16 + t % 16
-        ops.kv_append_(tokens[t : t + 1], tokens[t : t + 1], k_cache, k_cache.clone(), slot[None])
-        k, _ = ops.kv_lookup(k_cache, k_cache, table, torch.tensor([0, length], dtype=torch.int32, device=used), length)
-        assert torch.equal(k, tokens[:length])
-    assert (k_cache[1] == 1e4).all()
+        ops.kv_append_(tokens[t : t + 1], -tokens[t : t + 1], k_cache, v_cache, slot[None])
+        k, v = ops.kv_lookup(k_cache, v_cache, table, torch.tensor([0, length], dtype=torch.int32, device=used), length)
+        assert torch.equal(k, tokens[:length]) and torch.equal(v, -k)
+    for cache in (k_cache, v_cache):
+        assert (cache[1] == 1e4).all() and (cache[2, 1:] == 1e4).all()
 
 
 @every_backend
 def test_padding_lanes_write_nowhere(used):
     """Slots [0, -1, 2], and -1 alone: the canary in the last slot survives, and so does every other byte."""
     for slots in ([0, -1, 2], [-1, 0, 2], [-1, -1, -1]):
-        cache = torch.full((1, 4, 1, 2), 7.0, device=used)
-        new = s.normal((3, 1, 2), 0, torch.float32).to(used)
-        ops.kv_append_(new, new, cache, cache.clone(), torch.tensor(slots, device=used))
+        caches = torch.full((2, 1, 4, 1, 2), 7.0, device=used)
+        new = s.normal((2, 3, 1, 2), 0, torch.float32).to(used)
+        ops.kv_append_(*new, *caches, torch.tensor(slots, device=used))
         for slot in range(4):
-            want = new[slots.index(slot)] if slot in slots else torch.full((1, 2), 7.0, device=used)
-            assert torch.equal(cache[0, slot], want)
+            want = new[:, slots.index(slot)] if slot in slots else torch.full((2, 1, 2), 7.0, device=used)
+            assert torch.equal(caches[:, 0, slot], want)
 
 
 @every_backend
 def test_decode_after_prefill_leaves_old_bytes(used):
-    """Prefill 6, decode 1, two recursions: old bytes stay, and a row holds the keys of its own recursion only."""
-    cache = torch.full((4, 4, 1, 2), torch.nan, device=used)
+    """Prefill 6, two of which take the second recursion, decode 1: old bytes stay, and a row holds the keys of its own
+    recursion only."""
+    caches = torch.full((2, 4, 4, 1, 2), torch.nan, device=used)
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=used)  # recursion 1, recursion 2
-    prefill, token = (s.normal((n, 1, 2), n, torch.float32).to(used) for n in (6, 1))
-    ops.kv_append_(prefill, prefill, cache, cache.clone(), torch.arange(6, device=used))
-    before = cache.clone()
-    ops.kv_append_(token, token, cache, cache.clone(), torch.tensor([6], device=used))
-    changed = (cache.view(torch.int32) != before.view(torch.int32)).any(-1)[..., 0].flatten()
-    assert changed.nonzero().flatten().tolist() == [6]
-    k, _ = ops.kv_lookup(cache, cache, table, torch.tensor([0, 7, 7], dtype=torch.int32, device=used), 7)
-    assert torch.equal(k, torch.cat((prefill, token)))
+    first, second = (s.normal((2, n, 1, 2), n, torch.float32).to(used) for n in (7, 2))
+    ops.kv_append_(*first[:, :6], *caches, torch.arange(6, device=used))
+    ops.kv_append_(*second, *caches, torch.tensor([8, 9], device=used))
+    before = caches.clone()
+    ops.kv_append_(*first[:, 6:], *caches, torch.tensor([6], device=used))
+    changed = (caches.view(torch.int32) != before.view(torch.int32)).any(-1)[..., 0].flatten(1)
+    assert changed.nonzero().tolist() == [[0, 6], [1, 6]]
+    ends = torch.tensor([0, 7, 9], dtype=torch.int32, device=used)
+    for got, *wanted in zip(ops.kv_lookup(*caches, table, ends, 9), first, second):
+        assert torch.equal(got, torch.cat(wanted))
+    q = s.normal((1, 2, 2), 0, torch.float32).to(used)
+    for row, (k, v) in enumerate((first, second)):  # of one row, both queries see all keys
+        of_row = {"rows": torch.tensor([row], device=used)}
+        out = ops.paged_attention(q, *caches, table, torch.tensor([k.shape[0]], device=used).int(), **of_row)
+        weights = (torch.einsum("hd,kd->hk", q[0], k[:, 0]) / 2**0.5).softmax(-1)
+        torch.testing.assert_close(out[0], weights @ v[:, 0])
 
 
 @every_backend

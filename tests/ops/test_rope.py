@@ -79,8 +79,11 @@ def test_positions_of_any_integer_dtype(device, backend, integers):
 
 @s.targets("rope")
 def test_positions_by_row(device, backend):
-    x = s.normal((2, 2, 1, 4), 0, torch.float32).to(device)
-    got = ops.rope(x, torch.tensor([[0, 5], [2, 3]], device=device), backend=backend)
+    x, positions = s.normal((2, 2, 1, 4), 0, torch.float32).to(device), torch.tensor([[0, 5], [2, 3]], device=device)
+    got = ops.rope(x, positions, backend=backend)
+    check(got, x, positions, 10000.0, backend)
+    q, k, v = ops.rope_qkv(x.expand(2, 2, 3, 4), 1, positions, backend=backend)
+    assert torch.equal(q, got) and torch.equal(k, got) and torch.equal(v, x)
     for b, t, position in [(0, 0, 0), (0, 1, 5), (1, 0, 2), (1, 1, 3)]:
         alone = ops.rope(x[b, t][None], torch.tensor([position], device=device), backend=backend)
         assert torch.equal(got[b, t], alone[0])

@@ -226,7 +226,7 @@ def test_kernels_take_what_is_outside_the_sequence_for_none(device, nested):
     assert chosen.tolist() == [[0, 1, 4, -1] if nested else [1, 2, 3, 4], [0, 1, -1, -1]]
 
 
-def choose(logits, k, device="cpu", **options):
+def choose(logits, k, device, **options):
     logits = torch.tensor([logits], device=device)
     x = torch.arange(1.0, logits.shape[1] + 1, device=device)[None, :, None]
     routed = ops.route(x, None, k, logits=logits, **options)
@@ -234,10 +234,11 @@ def choose(logits, k, device="cpu", **options):
     return routed
 
 
-def test_known_choice():
-    routed = choose([0.1, 0.9, 0.5, 0.8], 2, activation="none", alpha=1.0)
+@s.targets("route")
+def test_known_choice(device, backend):
+    routed = choose([0.1, 0.9, 0.5, 0.8], 2, device, activation="none", alpha=1.0, backend=backend)
     assert routed.indices.tolist() == [[1, 3]]
-    torch.testing.assert_close(routed.gates, torch.tensor([[0.9, 0.8]]))
+    torch.testing.assert_close(routed.gates.cpu(), torch.tensor([[0.9, 0.8]]))
 
 
 @s.targets("route")
@@ -265,6 +266,23 @@ def test_ties_and_extremes(device, backend, logits, k, indices):
 
 
 @s.targets("route")
+@pytest.mark.parametrize(("activation", "slope"), [("sigmoid", 0.25), ("tanh", 1.0), ("none", 1.0)])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
+def test_gradients_of_extremes(device, backend, activation, slope):
+    """No NaN, not where one is kept either; where a gate is saturated, and where it is that of a NaN, there is none."""
+    nan, inf, k = torch.nan, torch.inf, 3
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-inf, inf, 0.0], [nan, 0.0, nan]], device=device, requires_grad=True)
+    x = torch.ones(3, 3, 1, device=device, requires_grad=True)
+    every = torch.arange(3, device=device).expand(3, 3)
+    routed = ops.route(x, None, k, logits=logits, indices=every, activation=activation, alpha=1.0, backend=backend)
+    d_x, d_logits = torch.autograd.grad(routed.rows.sum() + routed.gates.sum(), (x, logits))
+    ends = 1.0 if activation == "none" else 0.0
+    want = torch.tensor([[ends, ends, slope], [ends, ends, slope], [0.0, slope, 0.0]])
+    assert d_x.eq(1).all()
+    torch.testing.assert_close(d_logits.cpu(), want)
+
+
+@s.targets("route")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_score_rank_has_the_ties_of_its_dtype(device, backend):
     logits = torch.tensor([[4.000, 4.001, 4.002]], device=device)
@@ -280,18 +298,22 @@ def test_score_rank_has_the_ties_of_its_dtype(device, backend):
         assert ops.route(x[:, :2], None, 1, logits=ends, **options).indices.tolist() == [[0]]
 
 
-def test_padding_is_never_kept():
-    x = torch.tensor([[[1.0], [9.0], [2.0], [torch.nan]], [[9.0], [1.0], [3.0], [2.0]]])
-    weight = torch.ones(1)
-    right = ops.route(x, weight, 3, seqlens=torch.tensor([3, 1]))
+@s.targets("route")
+def test_padding_is_never_kept(device, backend):
+    x = torch.tensor([[[1.0], [9.0], [2.0], [torch.nan]], [[9.0], [1.0], [3.0], [2.0]]], device=device)
+    weight, seqlens = torch.ones(1, device=device), torch.tensor([3, 1], device=device)
+    right = ops.route(x, weight, 3, seqlens=seqlens, backend=backend)
     assert right.indices.tolist() == [[0, 1, 2], [0, -1, -1]] and right.counts.tolist() == [3, 1]
-    left = ops.route(x, weight, 2, candidates=torch.tensor([[1, 2, -1], [2, 3, -1]]))
-    assert left.indices.tolist() == [[1, 2], [2, 3]]
+    candidates = torch.tensor([[1, 2, -1], [2, 3, -1]], device=device)
+    left = ops.route(x, weight, 3, candidates=candidates, backend=backend)
+    assert left.indices.tolist() == [[1, 2, -1], [2, 3, -1]] and left.counts.tolist() == [2, 2]
 
 
-def test_language_model_gradient_reaches_kept_logits_only():
-    x, logits = s.normal((1, 4, 3), 0), torch.tensor([[0.5, 2.0, -1.0, 1.0]], dtype=torch.float64, requires_grad=True)
-    routed = ops.route(x, None, 2, logits=logits)
+@s.targets("route")
+def test_language_model_gradient_reaches_kept_logits_only(device, backend, monkeypatch):
+    s.prefer(monkeypatch, backend)
+    x, logits = s.normal((1, 4, 3), 0, torch.float32).to(device), torch.tensor([[0.5, 2.0, -1.0, 1.0]], device=device)
+    routed = ops.route(x, None, 2, logits=logits.requires_grad_())
     out = ops.scatter_back(x, routed.rows, routed.indices, routed.gates)
     (gradient,) = torch.autograd.grad(out.square().sum(), logits)
     assert (gradient != 0).tolist() == [[False, True, False, True]]
@@ -299,22 +321,31 @@ def test_language_model_gradient_reaches_kept_logits_only():
     assert (gradient != 0).all()
 
 
-def test_width_one_identity_block():
-    x = torch.full((1, 1, 1), 3.0)
-    index, gate = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), 0.1)
-    assert ops.scatter_back(x, x, index, gate).item() == pytest.approx(3.3)
-    assert ops.scatter_back(x, x, index, gate, residual="delta").item() == 3.0
+@s.targets("scatter_back")
+@pytest.mark.parametrize(("residual", "want"), [("block", 3.3), ("delta", 3.0)])
+def test_width_one_identity_block(device, backend, residual, want):
+    """In training, in place, and at the end of a decoding step."""
+    x, gate = torch.full((1, 1, 1), 3.0, device=device), torch.full((1, 1), 0.1, device=device)
+    index, options = torch.zeros(1, 1, dtype=torch.int64, device=device), {"residual": residual, "backend": backend}
+    assert ops.scatter_back(x, x, index, gate, **options).item() == pytest.approx(want)
+    assert ops.scatter_back_(x.clone(), x, index, gate, **options).item() == pytest.approx(want)
+    state, one = x[0].clone(), torch.ones(1, device=device)
+    ops.depth_step_(state, x[0], one, index[0], one[None], activation="none", alpha=0.1, **options)
+    assert state.item() == pytest.approx(want)
 
 
-def test_recomputation_keeps_the_same_tokens():
+@s.targets("route")
+def test_recomputation_keeps_the_same_tokens(device, backend):
     """Activation checkpointing with a recorded choice: scores that changed choose the same."""
-    x = torch.ones(1, 6, 2, requires_grad=True)
+    x = torch.ones(1, 6, 2, device=device, requires_grad=True)
     noise = iter([0.0, 1.0])
     recorded = []
 
     def step(x):
-        logits = torch.zeros(1, 6).index_fill(1, torch.tensor([5]), next(noise))
-        routed = ops.route(x, None, 2, logits=logits, indices=recorded[0] if recorded else None)
+        logits = torch.zeros(1, 6)
+        logits[0, 5] = next(noise)
+        indices = recorded[0] if recorded else None
+        routed = ops.route(x, None, 2, logits=logits.to(device), indices=indices, backend=backend)
         recorded.append(routed.indices)
         return routed.rows.sum() * 2
 
