@@ -28,9 +28,7 @@ def blocks_of(backend, small):
 def compare(got, want, x, x64, dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert got.dtype == wide
-    s.assert_close(
-        got, want, wide, 4
-    )  # sums of few thousand elements, as trees; fp32 logarithms and exponentials
+    s.assert_close(got, want, wide, 4)  # sums of few thousand elements, as trees; fp32 logarithms and exponentials
     (gradient,) = torch.autograd.grad(got, x)
     wanted = torch.autograd.grad(want, x64, materialize_grads=True)[0] if want.requires_grad else torch.zeros_like(x64)
     s.assert_close(gradient, wanted, dtype, 4, "gradient")
