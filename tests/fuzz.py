@@ -69,17 +69,15 @@ class Share:
         """The same for state machines, of which each example makes one."""
         from hypothesis.stateful import RuleBasedStateMachine
 
-        init, teardown = RuleBasedStateMachine.__init__, RuleBasedStateMachine.teardown
-
-        def begin(machine, *args, **kwargs):
-            self.begin()
-            init(machine, *args, **kwargs)
+        teardown = RuleBasedStateMachine.teardown
 
         def end(machine):
-            self.over(sys.exc_info()[1])
+            error = sys.exc_info()[1]
+            self.over(error)
             teardown(machine)
+            if error is None:  # earlier hypothesis would miss what was drawn by then in another example
+                self.begin()
 
-        patch.setattr(RuleBasedStateMachine, "__init__", begin)
         patch.setattr(RuleBasedStateMachine, "teardown", end)
 
 
@@ -88,6 +86,7 @@ def draws(item: pytest.Item) -> bool:
     return hasattr(item.obj, "hypothesis") or item.get_closest_marker("machine") is not None
 
 
+@pytest.hookimpl(trylast=True)  # what -k leaves
 def pytest_collection_modifyitems(config, items):
     kept = [item for item in items if draws(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
