@@ -3,6 +3,8 @@
 # SOURCE=file is the text that the demo is trained on; MOR_CUDA=0 leaves the CUDA kernels out, see setup.py.
 # make emulate: the CUDA kernels' tests on a CPU, by tests/emulator; make races: under g++'s ThreadSanitizer, which stops
 # at the first race between threads of a block.
+# make fuzz: every hypothesis test with random examples, MINUTES in all; JSON=file writes the table, WORKERS="-n 12" and
+# ARGS="tests/ops" are pytest's.
 # make docs: the pages in build/docs, where a warning is an error.
 # make aot: the Triton kernels, compiled for A100 and H100 without a GPU, and what became of them; TRITON=3.6.0 does it
 # with that Triton, in a folder of its own, in place of the installed one.
@@ -15,7 +17,7 @@ WORKERS = $(shell $(VPY) -c "import xdist; print('-n', 2)" 2>/dev/null)
 # OpenMP's spinning threads take milliseconds of a tiny operation on a busy machine
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test emulate races lint docs aot package env clean
+.PHONY: demo test emulate races fuzz lint docs aot package env clean
 .DEFAULT_GOAL := test
 
 demo: env
@@ -32,6 +34,9 @@ emulate: env
 races: env
 	LD_PRELOAD=$$(g++ -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 log_path=stderr" MOR_EMULATE=races \
 	OMP_NUM_THREADS=1 setarch -R $(VPY) -m pytest -q -s tests/ops tests/decode -k "cpu-cuda and not many_lanes"
+
+fuzz: env
+	OMP_NUM_THREADS=1 $(VPY) tests/fuzz.py $(or $(MINUTES),10) $(if $(JSON),--json "$(JSON)") $(WORKERS) $(ARGS)
 
 lint: env
 	$(VPY) -m ruff check .

@@ -12,7 +12,8 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from mor_kernels.ops.paged_attention import _parts
 
@@ -72,7 +73,12 @@ settings.register_profile(
     "default", deadline=None, max_examples=int(os.environ.get("MOR_EXAMPLES", "25")), derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
-settings.load_profile("default")
+settings.register_profile(  # of a campaign, see tests/fuzz.py: time ends a test, and a table tells what it rejects
+    "fuzz", settings.get_profile("default"), max_examples=10**6, derandomize=False, print_blob=True,
+    phases=[Phase.reuse, Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+)  # fmt: skip
+settings.load_profile("fuzz" if "MOR_FUZZ" in os.environ else "default")
 
 
 def pytest_collection_modifyitems(items):

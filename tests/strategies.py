@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume
+from hypothesis import assume, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from mor_kernels.ops import _dispatch
 from mor_kernels.ops._dispatch import BACKENDS, unavailable
@@ -46,6 +47,16 @@ def assume_served(device, backend, dtype):
     assume((device, backend) != ("cpu", "triton") or dtype != torch.bfloat16)
 
 
+def examples(number: int, **options) -> settings:
+    """Settings of a test that draws so many examples where others draw 25."""
+    return settings(max_examples=max(1, number * settings().max_examples // 25), **options)
+
+
+def run_machine(machine: type[RuleBasedStateMachine], *arguments, number: int, steps: int) -> None:
+    """``number`` examples of at most ``steps`` rules; the test has pytest's mark "machine"."""
+    run_state_machine_as_test(lambda: machine(*arguments), settings=examples(number, stateful_step_count=steps))
+
+
 def small_heads(backend):
     """A width and a dtype that a backend takes, as small and as wide as it does."""
     return (64, torch.bfloat16) if backend == "hopper" else (4, torch.float32)
@@ -57,6 +68,17 @@ seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from(DTYPES)
 counts_of_heads = st.sampled_from([(1, 1), (3, 1), (5, 1), (7, 1), (6, 2), (4, 4)])  # query heads, key/value heads
 widths = st.sampled_from([2, 4, 6, 10])
+
+
+def larger(device, seed, *drawn):
+    """On a GPU, two times out of three, sizes of several tiles: 2 to 9 become 66 to 330; elsewhere sizes as drawn."""
+    sizes = drawn if device == "cpu" or seed % 3 == 0 else tuple(33 * n + seed % 33 if n > 1 else n for n in drawn)
+    return sizes if len(sizes) > 1 else sizes[0]
+
+
+def wider(device, seed, drawn, others=(1, 5, 64, 1100)):
+    """On a GPU one of few widths, since kernels are compiled for each; elsewhere the width as drawn."""
+    return drawn if device == "cpu" else others[(drawn + seed) % len(others)]
 
 
 def normal(shape, seed, dtype=torch.float64, strided=False):

@@ -2,6 +2,7 @@
 
 import torch
 
+from mor_kernels.decode import Engine
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.convert import separate
 from reference.model import ReferenceMoR
@@ -56,3 +57,33 @@ def assert_equals_reference(reference, completion, params, tolerance=1e-9):
     assert completion.logprobs == [row[t].item() for row, t in zip(got, completion.tokens)]
     if params.temperature == 0:
         assert completion.tokens == log.argmax(-1).tolist()
+
+
+class Letters:
+    """Token i is a letter or two; 40 and up are the bytes of a three-byte character."""
+
+    def pieces(self, token):
+        return "€".encode()[token % 3 : token % 3 + 1] if token >= 40 else bytes([97 + token % 26]) * (1 + token // 26)
+
+    def decode(self, tokens):
+        return b"".join(self.pieces(t) for t in tokens).decode("utf-8", errors="replace")
+
+    def encode(self, text):
+        return [ord(c) - 97 for c in text]
+
+
+def poisoned(model, **options):
+    """An engine whose unwritten keys and values are NaN, so that reading one spoils the output."""
+    engine = Engine(model, **options)
+    for pool in (engine.cache.block, engine.cache.ends):
+        if pool is not None:
+            pool.k.fill_(float("nan"))
+            pool.v.fill_(float("nan"))
+    return engine
+
+
+def assert_nothing_held(engine):
+    assert engine.metrics()["pages_in_use"] == 0
+    assert not engine._lengths.any() and not engine._ahead.any()
+    assert sorted(engine.free_slots) == list(range(engine.max_sequences))
+    assert not engine.running and not engine.waiting

@@ -4,12 +4,15 @@ import random
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mor_kernels import ops
 from mor_kernels.decode.cache import KVCache, OutOfPages, PagePool
 from mor_kernels.model import MoRConfig
 from mor_kernels.ops._dispatch import BACKENDS
-from tests.strategies import cu_seqlens, prefer, targets
+from tests.ops.test_pages import Accounts
+from tests.strategies import cu_seqlens, prefer, run_machine, targets
 
 G, D = 2, 4
 
@@ -205,51 +208,6 @@ def test_layers_share_slots(used):
         assert torch.equal(get(pool, [2], layer), content(layer, 10 + layer))
 
 
-@every_backend
-def test_ten_thousand_random_steps_leave_the_accounts_exact(used, backend):
-    rng = random.Random(0)
-    rows = 8
-    pool = new_pool(used, rows=rows, num_pages=12, page_size=3, max_length=18)
-    held = [[] for _ in range(rows)]
-    fresh = 0
-    refusals = 0
-    steps = 10_000 if (used, backend) != ("cpu", "triton") else 50  # Triton's interpreter takes 0.1 s a step
-    for step in range(steps):
-        if rng.random() < 0.7:
-            chosen = rng.sample(range(rows), rng.randint(0, 4))
-            counts = [rng.randint(0, min(4, 18 - len(held[row]))) for row in chosen]
-            numbers = list(range(fresh, fresh + sum(counts)))
-            lanes = [*chosen, -1]  # and one of padding
-            cu = offsets(pool, [*counts, 1])
-            taken = ops.take_pages_(pool.pages, ints(pool, *lanes), cu, sum(counts) + 1, pool.page_size)
-            write(pool, 0, content(*numbers, -1), taken.slots)
-            pool.commit(taken.rows, cu)
-            if taken.refused:
-                refusals += 1
-                continue
-            if rng.random() < 0.05:  # a request that is cancelled
-                pool.free(ints(pool, *lanes))
-                counts = [0] * len(chosen)
-                for row in chosen:
-                    held[row] = []
-            fresh += len(numbers)
-            numbers = iter(numbers)
-            for row, count in zip(chosen, counts):
-                held[row] += [next(numbers) for _ in range(count)]
-        else:
-            chosen = rng.sample(range(rows), rng.randint(0, 2))
-            pool.free(ints(pool, *chosen))
-            for row in chosen:
-                held[row] = []
-        assert int(pool.pages.free_count) + int(pool.pages.owned.sum()) == pool.num_pages
-        if step % 50 == 0:
-            check_accounts(pool)
-            assert torch.equal(get(pool, range(rows)), content(*[n for row in held for n in row]))
-    assert refusals > steps / 100
-    pool.free(torch.arange(rows, device=used))
-    assert int(pool.pages.free_count) == pool.num_pages
-
-
 STRATEGIES = [("recursion_wise", "first"), ("shared", "first"), ("hybrid", "first"), ("hybrid", "latest")]
 
 
@@ -257,7 +215,7 @@ def number(sequence, place, recursion):
     return 1000 * sequence + 10 * place + recursion
 
 
-def feed(cache, runs):
+def feed(cache, runs, commits=True):
     """runs: (sequence, recursion from 1, positions); returns the keys that each run sees."""
     sequences, recursions, counts = zip(*[(s, r - 1, len(p)) for s, r, p in runs])
     positions = ints(cache.block, *[p for _, _, places in runs for p in places])
@@ -277,7 +235,8 @@ def feed(cache, runs):
             slots = plan.page_table[row, index // page_size] * page_size + index % page_size
             seen.append(keys[slots.long()].cpu())
     assert plan.by_position == (cache.kv != "recursion_wise")
-    plan.commit()
+    if commits:
+        plan.commit()
     return seen
 
 
@@ -301,39 +260,193 @@ def expected(kv, base, depths, sequence, recursion, upto):
 strategies = pytest.mark.parametrize("kv, base", STRATEGIES)
 
 
+class Kept(RuleBasedStateMachine):
+    """A pool beside accounts of its pages and the last number written to each slot; NaN is where there is none."""
+
+    def begin(self, pool):
+        state, self.pool = pool.pages, pool
+        rows, max_pages = state.page_table.shape
+        self.plain = Accounts(rows, pool.num_pages, max_pages, pool.page_size)
+        self.memory = [[float("nan")] * (pool.num_pages * pool.page_size) for _ in pool.k]
+
+    def note(self, layer, slots, numbers):
+        for slot, number in zip(slots, numbers, strict=True):
+            if slot >= 0:
+                self.memory[layer][slot] = number
+
+    @invariant()
+    def nothing_else_has_changed(self):
+        if not hasattr(self, "pool"):
+            return
+        self.plain.check(self.pool.pages)
+        check_accounts(self.pool)
+        for k, v, numbers in zip(self.pool.k.cpu(), self.pool.v.cpu(), self.memory):
+            torch.testing.assert_close(k.flatten(0, 1), content(*numbers), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(v, -k, rtol=0, atol=0, equal_nan=True)
+
+
+ROWS, LENGTH = 5, 16
+some_rows = st.lists(st.integers(0, ROWS - 1), unique=True, max_size=ROWS)
+some_sequences = st.lists(st.integers(0, 2), unique=True, max_size=3)
+
+
+class Rows(Kept):
+    """Rows that grow, of one or several tokens, among padding; are prepared for and left; read; freed; and refused."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.fresh, self.held = device, 0, [[] for _ in range(ROWS)]
+
+    @initialize(layers=st.integers(1, 2), pages=st.integers(1, 12), page_size=st.integers(1, 5), most=st.integers(1, 4))
+    def new(self, layers, pages, page_size, most):
+        self.begin(new_pool(self.device, layers, ROWS, pages, page_size, most * page_size))
+
+    @rule(
+        rows=some_rows, counts=st.lists(st.integers(0, 6), min_size=ROWS + 1, max_size=ROWS + 1),
+        padding=st.none() | st.integers(0, ROWS), slack=st.integers(0, 2), commits=st.booleans(),
+    )  # fmt: skip
+    def grow(self, rows, counts, padding, slack, commits):
+        if padding is not None:
+            rows = [*rows[:padding], -1, *rows[padding:]]
+        counts, pool = counts[: len(rows)], self.pool
+        lanes, cu, total = ints(pool, *rows), offsets(pool, counts), sum(counts) + slack
+        taken = ops.take_pages_(pool.pages, lanes, cu, total, pool.page_size)
+        slots, refused = self.plain.take(rows, counts)
+        assert int(taken.refused) == refused
+        if refused and self.device == "cpu":
+            with pytest.raises(OutOfPages if refused > 0 else ValueError):
+                pool.prepare(lanes, cu, total)
+        slots = [*(slots or [-1] * sum(counts)), *[-1] * slack]
+        assert taken.slots.tolist() == slots
+        numbers = list(range(self.fresh, self.fresh + total))
+        self.fresh += total
+        for layer in range(len(pool.k)):
+            write(pool, layer, content(*numbers) + 1000 * layer, taken.slots)
+            self.note(layer, slots, [number + 1000 * layer for number in numbers])
+        if commits:
+            pool.commit(taken.rows, cu)
+            numbers = iter(numbers)
+            for row, count in zip(rows, counts):
+                new = [next(numbers) for _ in range(count)]
+                if row >= 0 and not refused:
+                    self.held[row] += new
+                    self.plain.lengths[row] += count
+
+    @rule(rows=some_rows)
+    def read(self, rows):
+        for layer in range(len(self.pool.k)):
+            numbers = [number + 1000 * layer for row in rows for number in self.held[row]]
+            assert torch.equal(get(self.pool, rows, layer), content(*numbers))
+
+    @rule(rows=some_rows, padding=st.integers(0, 2))
+    def free(self, rows, padding):
+        self.pool.free(ints(self.pool, *rows, *[-1] * padding))
+        self.plain.give_back(rows)
+        for row in rows:
+            self.held[row] = []
+
+
+class Sequences(Kept):
+    """Sequences of tokens that end at any depth, in chunks and one by one, at the recursions that each has reached."""
+
+    def __init__(self, device, kv, base):
+        super().__init__()
+        self.device, self.kv, self.base = device, kv, base
+        self.depths = [[] for _ in range(3)]  # of tokens that have got there
+        self.at = [None] * 3  # of a token on its way: the recursion that it takes next, and its depth
+
+    @initialize(pages=st.integers(3, 40), page_size=st.integers(1, 4))
+    def new(self, pages, page_size):
+        sizes = {"sequences": 3, "pages": pages, "page_size": page_size, "length": LENGTH}
+        self.cache = new_cache(self.device, self.kv, self.base, **sizes)
+        self.begin(self.cache.block)
+
+    def feed(self, runs, commits=True):
+        """Whether there was room; compares what each run sees."""
+        rows = [s if self.kv == "shared" else 3 * s + r - 1 for s, r, _ in runs]
+        rows = [-1 if s < 0 or self.kv == "shared" and r > 1 else row for row, (s, r, _) in zip(rows, runs)]
+        slots, refused = self.plain.take(rows, [len(places) for *_, places in runs])
+        if refused:
+            if self.device == "cpu":
+                with pytest.raises(OutOfPages):
+                    feed(self.cache, runs)
+            else:
+                feed(self.cache, runs)
+            return False
+        self.note(0, slots, [number(s, p, r) for s, r, places in runs for p in places])
+        seen = feed(self.cache, runs, commits)
+        for (s, r, _), keys in zip(runs, seen):
+            depths = [] if s < 0 else self.depths[s] + [r] * (self.at[s] is not None)  # that token has got no further
+            assert torch.equal(keys, expected(self.kv, self.base, {s: depths}, s, r, len(depths)))
+        if commits:
+            for row, (*_, places) in zip(rows, runs):
+                if row >= 0:
+                    self.plain.lengths[row] += len(places)
+        return True
+
+    @rule(
+        sequences=some_sequences, depths=st.lists(st.lists(st.integers(1, 3), max_size=7), min_size=3, max_size=3),
+        commits=st.booleans(),
+    )  # fmt: skip
+    def chunk(self, sequences, depths, commits):
+        sequences = [s for s in sequences if self.at[s] is None]
+        first = {s: len(self.depths[s]) for s in sequences}
+        for s in sequences:
+            self.depths[s] = (self.depths[s] + depths[s])[:LENGTH]
+        for r in (1, 2, 3):
+            places = {s: [p for p in range(first[s], len(self.depths[s])) if self.depths[s][p] >= r] for s in sequences}
+            runs = [(s, r, places[s]) for s in sequences if places[s]]
+            if runs and not self.feed(runs, commits):
+                self.free([s for s, *_ in runs])
+                return
+            if not commits:  # nothing has come of it
+                for s in sequences:
+                    del self.depths[s][first[s] :]
+                return
+
+    @rule(
+        sequences=some_sequences, depths=st.lists(st.integers(1, 3), min_size=3, max_size=3),
+        padding=st.none() | st.integers(0, 3), commits=st.booleans(),
+    )  # fmt: skip
+    def tick(self, sequences, depths, padding, commits):
+        sequences = [s for s in sequences if len(self.depths[s]) < LENGTH]
+        for s in sequences:
+            self.at[s] = self.at[s] or (1, depths[s])
+        runs = [(s, self.at[s][0], [len(self.depths[s])]) for s in sequences]
+        if padding is not None:
+            runs.insert(padding, (-1, 1, [0]))
+        if not runs or not self.feed(runs, commits) or not commits:
+            return
+        for s in sequences:
+            r, depth = self.at[s]
+            self.at[s] = (r + 1, depth) if r < depth else None
+            if r == depth:
+                self.depths[s].append(depth)
+
+    @rule(sequences=some_sequences, padding=st.booleans())
+    def free(self, sequences, padding=False):
+        self.cache.free(ints(self.cache.block, *sequences, *[-1] * padding))
+        for s in sequences:
+            self.plain.give_back([s] if self.kv == "shared" else range(3 * s, 3 * s + 3))
+            self.depths[s], self.at[s] = [], None
+
+
+def number_of_examples(device, backend):
+    """Of a machine; Triton's interpreter takes 0.1 s a step."""
+    return {"number": 3, "steps": 8} if (device, backend) == ("cpu", "triton") else {"number": 10, "steps": 25}
+
+
+@every_backend
+@pytest.mark.machine
+def test_rows_keep_what_plain_accounts_say(used, backend):
+    run_machine(Rows, used, **number_of_examples(used, backend))
+
+
 @every_backend
 @strategies
-def test_each_strategy_sees_the_right_entries(used, kv, base):
-    rng = random.Random(3)
-    cache = new_cache(used, kv, base)
-    depths = [[rng.randint(1, 3) for _ in range(40)] for _ in range(4)]
-    done = [0] * 4
-    # chunks of several sequences, recursion by recursion
-    for chunks in ([3, 0, 7, 1], [0, 5, 1, 9], [6, 2, 1, 1]):
-        for r in (1, 2, 3):
-            runs = []
-            for s in range(4):
-                places = [p for p in range(done[s], done[s] + chunks[s]) if depths[s][p] >= r]
-                if places:
-                    runs.append((s, r, places))
-            seen = feed(cache, runs)
-            for (s, _, _), keys in zip(runs, seen):
-                assert torch.equal(keys, expected(kv, base, depths, s, r, done[s] + chunks[s]))
-        done = [a + b for a, b in zip(done, chunks)]
-    # single tokens at mixed recursions
-    at = [1] * 4
-    for _ in range(12):
-        runs = [(s, at[s], [done[s]]) for s in range(4)]
-        seen = feed(cache, runs)
-        for s, r, (place,) in runs:
-            shallow = [d[:place] + [r] for d in depths]  # this token has got no further than r
-            assert torch.equal(seen[s], expected(kv, base, shallow, s, r, place + 1))
-            at[s] += 1
-            if at[s] > depths[s][place]:
-                at[s], done[s] = 1, place + 1
-        check_accounts(cache.block)
-    cache.free(torch.tensor([0, -1, 1, 2, 3], device=used))
-    assert int(cache.block.pages.free_count) == cache.block.num_pages
+@pytest.mark.machine
+def test_sequences_see_what_plain_accounts_say(used, backend, kv, base):
+    run_machine(Sequences, used, kv, base, **number_of_examples(used, backend))
 
 
 @also_cuda

@@ -1,10 +1,17 @@
-import random
 from copy import deepcopy
 
 import pytest
 import tokenizers
 import torch
-from models import VOCABULARY, assert_equals_reference, random_prompts, tiny
+from models import (
+    VOCABULARY,
+    Letters,
+    assert_equals_reference,
+    assert_nothing_held,
+    poisoned,
+    random_prompts,
+    tiny,
+)
 
 from mor_kernels import ops
 from mor_kernels.decode import Engine, QueueFull, SamplingParams
@@ -59,23 +66,6 @@ def requests(lengths, max_tokens, logprobs):
         for i, m in enumerate(max_tokens)
     ]
     return random_prompts(lengths), params
-
-
-def poisoned(model, **options):
-    """An engine whose unwritten keys and values are NaN, so that reading one spoils the output."""
-    engine = Engine(model, **options)
-    for pool in (engine.cache.block, engine.cache.ends):
-        if pool is not None:
-            pool.k.fill_(float("nan"))
-            pool.v.fill_(float("nan"))
-    return engine
-
-
-def assert_nothing_held(engine):
-    assert engine.metrics()["pages_in_use"] == 0
-    assert not engine._lengths.any() and not engine._ahead.any()
-    assert sorted(engine.free_slots) == list(range(engine.max_sequences))
-    assert not engine.running and not engine.waiting
 
 
 def assert_same(got, want):
@@ -342,53 +332,6 @@ def test_preempted_requests_replay_their_depths():
     taken = [*request.depths, engine._recursion[request.slot]]
     assert lengths == [sum(depth > r for depth in taken) for r in range(3)]
     assert len(request.depths) == sum(engine.metrics()["depth_histogram"])  # recomputed positions count once
-
-
-def test_random_submissions_and_cancellations():
-    model, _ = tiny(7, num_hidden_layers=5, **EXPERT)
-    engine = poisoned(model, max_sequences=5, page_size=4, num_pages=18, prefill_chunk=4, eos_token_id=3)
-    rng = random.Random(0)
-    pools = (engine.cache.block, engine.cache.ends)
-    outcomes, work = [], {}
-    for _ in range(150):
-        if rng.random() < 0.4 and len(engine.waiting) < 4:
-            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
-            params = SamplingParams(rng.randint(1, 16), temperature=rng.choice([0, 1]), seed=rng.randrange(9))
-            work[engine.submit(prompt, params)] = (prompt, params)
-        if rng.random() < 0.06 and engine.requests:
-            outcomes.append((work.pop(i := rng.choice(list(engine.requests))), engine.cancel(i)))
-        for event in engine.step():
-            if event.finish_reason:
-                outcomes.append((work.pop(event.request), engine.collect(event.request)))
-        for pool in pools:
-            assert int(pool.pages.free_count) + int(pool.pages.owned.sum()) == pool.num_pages
-        assert len(engine.running) + len(engine.free_slots) == 5
-        ages = [*engine.running, *(r.id for r in engine.waiting)]
-        assert ages == sorted(ages)  # pages are taken from the youngest, so the oldest always gets on
-    for i in list(engine.requests):
-        engine.cancel(i)
-    assert_nothing_held(engine)
-    assert engine.metrics()["preemptions"] > 0
-    reasons = [c.finish_reason for _, c in outcomes]
-    assert {"stop", "length", "cancelled"} == set(reasons)
-    for (prompt, params), completion in outcomes[::6]:
-        alone = Engine(model, max_sequences=1, eos_token_id=3).generate([prompt], params)[0]
-        n = len(completion.tokens)
-        assert alone.tokens[:n] == completion.tokens
-        assert alone.depths[: len(completion.depths)] == completion.depths
-
-
-class Letters:
-    """Token i is a letter or two; 40 and up are the bytes of a three-byte character."""
-
-    def pieces(self, token):
-        return "€".encode()[token % 3 : token % 3 + 1] if token >= 40 else bytes([97 + token % 26]) * (1 + token // 26)
-
-    def decode(self, tokens):
-        return b"".join(self.pieces(t) for t in tokens).decode("utf-8", errors="replace")
-
-    def encode(self, text):
-        return [ord(c) - 97 for c in text]
 
 
 def test_streams_equal_completions():

@@ -264,6 +264,7 @@ def test_in_a_cuda_graph(device, backend):
 def test_states_enter(device, backend, n, width, seed, dtype, strided, scored):
     """Copies are exact, a score is the router's own; lanes that nothing enters stay, and what isn't theirs is NaN."""
     s.assume_served(device, backend, dtype)
+    n, width = s.larger(device, seed, n), s.wider(device, seed, width)
     x, new, weight = (
         s.normal(shape, seed + i, dtype).to(device) for i, shape in enumerate([(n, width)] * 2 + [(width,)])
     )

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
 from mor_kernels.ops.attention import eager
 from reference import ops as reference
 from tests import strategies as s
+
+
+def rounding_of_nothing(upstream, v, factor):
+    """Of a gradient d_s times a factor, k or q: d_s is p times a difference, and where that is 0, as with one key, a
+    rounding of what is subtracted is left."""
+    if not (upstream.numel() and v.numel()):
+        return 0.0
+    eps = torch.finfo(torch.float64 if upstream.dtype == torch.float64 else torch.float32).eps
+    return eps * upstream.double().abs().sum(-1).max().item() * v.abs().max().item() * factor.abs().max().item()
 
 
 def compare(got, want, inputs, exact, dtype, device, backend):
@@ -34,28 +43,33 @@ def compare(got, want, inputs, exact, dtype, device, backend):
         other = wanted[i] if wanted else torch.zeros_like(exact[i])
         # d_s = p (d_out v^T - sum(d_out out)): out comes rounded to dtype, and the two terms cancel; where p and d_s
         # are rounded too, so does a sum of up to a hundred of them, of any sign
-        s.assert_close(gradient, other, dtype, 4, name, cancels=1.0 if rounded else 0.25)
+        slack = rounding_of_nothing(upstream, exact[2], exact[1 - i]) if i < 2 else 0.0
+        s.assert_close(gradient, other, dtype, 4, name, cancels=1.0 if rounded else 0.25, slack=slack)
 
 
 @s.targets("attention")
 @given(
     batch=st.integers(0, 3), queries=s.sizes_or_none, keys=s.sizes_or_none, heads=s.counts_of_heads, width=s.widths,
     seed=s.seeds, dtype=s.dtypes, strided=st.booleans(), positioned=st.booleans(), ragged=st.booleans(),
+    scale=st.sampled_from([None, 0.3, 0.0, -0.3]),
 )  # fmt: skip
 def test_equals_reference(
-    device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged
+    device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged, scale
 ):
     s.assume_served(device, backend, dtype)
-    check(device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged)
+    width = s.wider(device, seed, width, (4, 40, 64, 128))
+    if backend == "triton":  # what gradients' sums of more than that may be off by is known of its tiles
+        queries, keys = s.larger(device, seed, queries, keys)
+    check(device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged, scale)
 
 
-def check(device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged):
+def check(device, backend, batch, queries, keys, heads, width, seed, dtype, strided, positioned, ragged, scale=None):
     q_heads, kv_heads = heads
     q, k, v = (
         s.normal((batch, n, h, width), seed + i, dtype, strided)
         for i, (n, h) in enumerate([(queries, q_heads), (keys, kv_heads), (keys, kv_heads)])
     )
-    options = {}
+    options = {"softmax_scale": scale}
     if positioned:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.rand(batch, max(keys, queries), generator=generator).argsort(1)[:, :queries]
@@ -71,7 +85,7 @@ def check(device, backend, batch, queries, keys, heads, width, seed, dtype, stri
         q = s.poison_tail(q, options["q_lens"])
         k, v = (s.poison_tail(t, options["k_lens"]) for t in (k, v))
     inputs = [t.to(device).detach().requires_grad_() for t in (q, k, v)]
-    moved = {name: t.to(device) for name, t in options.items()}
+    moved = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
     got = ops.attention(*inputs, return_lse=True, backend=backend, **moved)
     compare(got, want, inputs, exact, dtype, device, backend)
 
@@ -83,6 +97,8 @@ def check(device, backend, batch, queries, keys, heads, width, seed, dtype, stri
 )  # fmt: skip
 def test_varlen_equals_reference(device, backend, batch, longest, heads, width, seed, dtype, slack, positioned):
     s.assume_served(device, backend, dtype)
+    width = s.wider(device, seed, width, (4, 40, 64, 128))
+    longest = s.larger(device, seed, longest) if backend == "triton" else longest
     check_varlen(device, backend, batch, longest, heads, width, seed, dtype, slack, positioned)
 
 
@@ -113,7 +129,7 @@ on_hopper = pytest.mark.parametrize(
 
 
 @on_hopper
-@settings(max_examples=60)
+@s.examples(60)
 @given(
     batch=st.integers(0, 3), queries=st.integers(0, 400), keys=st.integers(0, 400), heads=s.counts_of_heads,
     width=st.sampled_from([64, 128]), seed=s.seeds, dtype=st.sampled_from(s.HALVES), strided=st.booleans(),
@@ -135,7 +151,7 @@ def test_hopper_equals_reference(
 
 
 @on_hopper
-@settings(max_examples=40)
+@s.examples(40)
 @given(
     batch=st.integers(1, 4), longest=st.integers(1, 400), heads=s.counts_of_heads, width=st.sampled_from([64, 128]),
     seed=s.seeds, dtype=st.sampled_from(s.HALVES), slack=st.integers(0, 3), positioned=st.booleans(),
@@ -163,7 +179,7 @@ on_triton = pytest.mark.parametrize(("device", "backend"), only_triton, ids=lamb
 
 
 @on_triton
-@settings(max_examples=12)
+@s.examples(12)
 @given(
     queries=st.integers(1, 36), keys=st.integers(1, 36), heads=st.sampled_from([(2, 2), (3, 1), (6, 2)]), seed=s.seeds,
     dtype=st.sampled_from([torch.float32, torch.float16]), positioned=st.booleans(), ragged=st.booleans(),
@@ -177,7 +193,7 @@ def test_many_tiles(device, backend, many_tiles, queries, keys, heads, seed, dty
 
 @on_triton
 @pytest.mark.parametrize("heads", [(3, 1), (4, 2)])
-@settings(max_examples=3)
+@s.examples(3)
 @given(longest=st.integers(1, 36), seed=s.seeds, positioned=st.booleans())
 def test_many_tiles_packed(device, backend, many_tiles, heads, longest, seed, positioned):
     check_varlen(device, backend, 3, longest * many_tiles, heads, 16, seed, torch.float32, 21, positioned)
@@ -200,12 +216,12 @@ def test_positions_are_searched_in_pieces(device, backend, many_tiles, monkeypat
     check(device, backend, 2, 40 * many_tiles, 45 * many_tiles, (3, 1), 16, 0, torch.float32, False, True, True)
 
 
-def with_fresh(device, backend, queries, keys, heads, dtype, packed=False, d=16):
-    """Out and gradients of hybrid attention, and of the reference on merged keys and values."""
+def with_fresh(device, backend, queries, keys, heads, dtype, packed=False, d=16, seed=0):
+    """Out and gradients of hybrid attention, and of the reference on merged keys and values; and slack."""
     q_lens, k_lens = torch.tensor([queries, max(queries - 7, 0)]), torch.tensor([keys, max(keys - 3, queries)])
     shapes = [(2, n, h, d) for n, h in zip((queries, keys, keys, queries, queries), [heads[0], *[heads[1]] * 4])]
-    tensors = [s.normal(shape, i, dtype) for i, shape in enumerate(shapes)]
-    positions = torch.rand(2, keys, generator=torch.Generator().manual_seed(1))
+    tensors = [s.normal(shape, seed + i, dtype) for i, shape in enumerate(shapes)]
+    positions = torch.rand(2, keys, generator=torch.Generator().manual_seed(seed + 1))
     positions = positions.masked_fill(torch.arange(keys) >= k_lens[:, None], 2).argsort(1)[:, :queries].sort(1).values
     exact = [t.double().requires_grad_() for t in tensors]
     merged = [exact[1].clone(), exact[2].clone()]
@@ -213,7 +229,7 @@ def with_fresh(device, backend, queries, keys, heads, dtype, packed=False, d=16)
         for b, n in enumerate(q_lens):
             x[b, positions[b, :n]] = fresh[b, :n]
     want = reference.attention(exact[0], *merged, q_positions=positions, q_lens=q_lens, k_lens=k_lens)
-    upstream = s.normal(want.shape, 9, dtype)
+    upstream = s.normal(want.shape, seed + 9, dtype)
     wanted = [want, *torch.autograd.grad(want, exact, upstream.double())]
     given = [t.to(device).requires_grad_() for t in tensors]
     on_device = [t.to(device) for t in (positions, q_lens, k_lens)]
@@ -229,7 +245,24 @@ def with_fresh(device, backend, queries, keys, heads, dtype, packed=False, d=16)
     else:
         options = dict(zip(("q_positions", "q_lens", "k_lens", "k_fresh", "v_fresh"), (*on_device, *given[3:])))
         out = ops.attention(*given[:3], backend=backend, **options)
-    return [out, *torch.autograd.grad(out, given, upstream.to(device))], wanted
+    flat = [t.detach().flatten() for t in exact]
+    slack = rounding_of_nothing(upstream, torch.cat(flat[2::2]), torch.cat((flat[0], *flat[1::2])))
+    return [out, *torch.autograd.grad(out, given, upstream.to(device))], wanted, slack
+
+
+@s.targets("attention")
+@s.examples(10)
+@given(
+    queries=s.sizes, more=s.sizes_or_none, heads=s.counts_of_heads, width=s.widths, seed=s.seeds, dtype=s.dtypes,
+    packed=st.booleans(),
+)  # fmt: skip
+def test_any_fresh_keys_and_values(device, backend, queries, more, heads, width, seed, dtype, packed):
+    s.assume_served(device, backend, dtype)
+    queries, more = s.larger(device, seed, queries, more)
+    width = s.wider(device, seed, width, (4, 40, 64, 128))
+    got, want, slack = with_fresh(device, backend, queries, queries + more, heads, dtype, packed, width, seed)
+    for name, one, other in zip(("out", "d_q", "d_k", "d_v", "d_k_fresh", "d_v_fresh"), got, want):
+        s.assert_close(one, other, dtype, 4, name, cancels=1.0, slack=slack if name[2:3] in ("q", "k") else 0.0)
 
 
 @s.targets("attention")
@@ -241,7 +274,7 @@ def test_fresh_keys_and_values(device, backend, packed, queries, keys, heads, re
         request.getfixturevalue("many_tiles")
     scale = 8 if device == "cuda" else 1
     for dtype in (torch.float32, torch.float16):
-        got, want = with_fresh(device, backend, queries * scale, keys * scale, heads, dtype, packed)
+        got, want, _ = with_fresh(device, backend, queries * scale, keys * scale, heads, dtype, packed)
         for name, one, other in zip(("out", "d_q", "d_k", "d_v", "d_k_fresh", "d_v_fresh"), got, want):
             s.assert_close(one, other, dtype, 4, name, cancels=1.0)
 

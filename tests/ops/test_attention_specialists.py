@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
@@ -125,7 +125,6 @@ def test_hopper_reads_rows_in_place_where_tma_can():
 
 
 @needs_triton
-@settings(max_examples=25)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 300)), min_size=1, max_size=3),
     packed=st.booleans(),

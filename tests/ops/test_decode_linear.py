@@ -19,6 +19,9 @@ from tests import strategies as s
 PLANS = [(0, 0, 0), (32, 1, 0), (32, 4, 0), (64, 2, 40), (64, 8, 0), (128, 1, 0), (128, 3, 120)]
 
 
+WIDER = (576, 1288) if "cuda" in s.DEVICES else ()
+
+
 def planned(backend, plan):
     """The CUDA kernel's rows of the weight, parts of K, and KB of shared memory; zeros leave them to the launcher."""
     if backend != "cuda":
@@ -90,8 +93,8 @@ def on(device, arguments, options):
 
 @s.targets("decode_linear")
 @given(
-    n=st.sampled_from([0, 1, 2, 7, 16, 17, 33]), width=st.sampled_from([1, 7, 8, 24, 64, 72, 200]),
-    columns=st.sampled_from([0, 1, 7, 32, 36, 67]), seed=s.seeds, dtype=s.dtypes, norm=st.booleans(),
+    n=st.sampled_from([0, 1, 2, 7, 16, 17, 33]), width=st.sampled_from([1, 7, 8, 24, 64, 72, 200, *WIDER]),
+    columns=st.sampled_from([0, 1, 7, 32, 36, 67, *WIDER]), seed=s.seeds, dtype=s.dtypes, norm=st.booleans(),
     added=st.booleans(), gated=st.booleans(), strided=st.booleans(), prefetch=st.booleans(),
     plan=st.sampled_from(PLANS),
 )  # fmt: skip
@@ -195,7 +198,7 @@ def assert_next(got, gains, *, backend):
 @s.targets("decode_linear")
 @given(
     n=st.sampled_from([0, 1, 2, 17, 33]), width=st.sampled_from([1, 8, 72, 200]),
-    between=st.sampled_from([1, 8, 32, 40, 136, 264]), columns=st.sampled_from([1, 8, 36, 67]), seed=s.seeds,
+    between=st.sampled_from([1, 8, 32, 40, 136, 264, *WIDER]), columns=st.sampled_from([1, 8, 36, 67]), seed=s.seeds,
     dtype=s.dtypes, added=st.booleans(), gated=st.booleans(), strided=st.booleans(), prefetch=st.booleans(),
     plan=st.sampled_from(PLANS), next_plan=st.sampled_from(PLANS),
 )  # fmt: skip

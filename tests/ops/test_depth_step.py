@@ -78,6 +78,7 @@ def test_equals_reference(
 ):  # fmt: skip
     """With multiples of 1/2 all is exact, and scores of exactly 0 are among them."""
     s.assume_served(device, backend, dtype)
+    n = s.larger(device, seed, n)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     other = {torch.float32: torch.float16, torch.float64: torch.float64}.get(dtype, torch.float32) if mixed else dtype
     make, generator = s.tied if exact else s.normal, torch.Generator().manual_seed(seed)

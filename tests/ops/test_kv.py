@@ -21,6 +21,7 @@ FP8 = torch.float8_e4m3fn
 def test_append(device, backend, pages, page_size, n, seed, dtype, cache_dtype, strided):
     s.assume_served(device, backend, dtype)
     s.assume_served(device, backend, cache_dtype)
+    pages, n = s.larger(device, seed, pages, n)
     generator = torch.Generator().manual_seed(seed)
     n = min(n, pages * page_size)
     slots = torch.randperm(pages * page_size, generator=generator)[:n]
@@ -83,7 +84,8 @@ def test_append_turns_keys_and_queries(device, backend, n, heads, half, groups, 
     """Into caches of any strides, whose other elements stay as they were to the bit."""
     for each in (dtype, stored):
         s.assume_served(device, backend, each)
-    pages, page_size = 3, 4
+    n, half = s.larger(device, seed, n), s.wider(device, seed, half, (1, 5, 32, 64))
+    pages, page_size = 3 + n // 4, 4
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(pages * page_size, generator=generator)[:n]
     slots = torch.where(torch.rand(n, generator=generator) < 0.3, -1, slots)

@@ -90,6 +90,7 @@ def test_losses_and_gradient_of_logits(device, backend, rows, size, scale, seed,
 )  # fmt: skip
 def test_equals_formula(device, backend, lead, width, size, seed, dtype, strided):
     s.assume_served(device, backend, dtype)
+    width, size = s.larger(device, seed, width, size)
     x = s.normal((*lead, width), seed, dtype, strided).to(device)
     weight = s.normal((size, width), seed + 1, dtype, strided).to(device)
     targets = some_targets(tuple(lead), size, seed).to(device)

@@ -28,7 +28,7 @@ def chunks_of(backend, small):
 @given(batch=s.sizes_or_none, length=s.sizes_or_none, recursions=st.integers(1, 4), seed=s.seeds,
        dtype=st.sampled_from([torch.int64, torch.int32]), strided=st.booleans(), small=st.booleans())  # fmt: skip
 def test_pack_depths(device, backend, batch, length, recursions, seed, dtype, strided, small):
-    generator = torch.Generator().manual_seed(seed)
+    generator, length = torch.Generator().manual_seed(seed), s.larger(device, seed, length)
     depths = torch.randint(0, recursions + 1, (batch, length), generator=generator).to(dtype)
     moved = depths.to(device)
     with chunks_of(backend, small):
@@ -56,6 +56,7 @@ def test_choose_depths(
     device, backend, batch, length, recursions, seed, dtype, biased, ties, padded, strided, small, activation
 ):
     s.assume_served(device, backend, dtype)
+    length = s.larger(device, seed, length)
     shape = (batch, length, recursions)
     logits = s.tied(shape, seed, dtype) if ties else s.normal(shape, seed, dtype, strided)
     bias = s.tied((recursions,), seed + 1, dtype) if biased else None
@@ -143,6 +144,7 @@ def indices(rows, n, seed):
 @given(rows=s.sizes_or_none, n=s.sizes_or_none, width=s.sizes, seed=s.seeds, dtype=s.dtypes, strided=st.booleans())
 def test_gather(device, backend, rows, n, width, seed, dtype, strided):
     s.assume_served(device, backend, dtype)
+    (rows, n), width = s.larger(device, seed, rows, n), s.wider(device, seed, width)
     x = s.normal((rows, width), seed, dtype, strided)
     index = indices(rows, n, seed)
     a = x.to(device).requires_grad_()
@@ -195,6 +197,7 @@ def check_scatter_back(device, backend, x, update, index, gates, residual):
 )  # fmt: skip
 def test_scatter_back(device, backend, batch, length, k, width, seed, dtype, strided, gated, packed, mixed, residual):
     s.assume_served(device, backend, dtype)
+    (length, k), width = s.larger(device, seed, length, k), s.wider(device, seed, width)
     lead, kept = ((length,), (k,)) if packed else ((batch, length), (batch, k))
     others = {torch.float32: torch.float16, torch.float64: torch.float64}
     wide = torch.float64 if dtype == torch.float64 else torch.float32

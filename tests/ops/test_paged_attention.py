@@ -61,7 +61,7 @@ def values(caches, scales):
 def check(device, backend, q, caches, table, lens, scales, **options):
     """Compare with float64; the pool stays as it was."""
     exact = reference.paged_attention(q.double(), *values(caches, scales), table, lens, **options)
-    moved = {name: t.to(device) for name, t in (options | scales).items()}
+    moved = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in (options | scales).items()}
     on_device = [c.to(device) for c in caches]
     out = ops.paged_attention(q.to(device), *on_device, table.to(device), lens.to(device), backend=backend, **moved)
     assert all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(on_device, caches))
@@ -78,18 +78,19 @@ def check(device, backend, q, caches, table, lens, scales, **options):
     lanes=st.integers(0, 4), longest=st.integers(0, 12), page_size=st.sampled_from([1, 3, 4, 16]), dtype=s.dtypes,
     heads=s.counts_of_heads, width=s.widths, seed=s.seeds, stored=st.sampled_from(["same", "float8", "bfloat16"]),
     most=st.integers(0, 3), slack=st.integers(0, 2), by_row=st.booleans(), positioned=st.booleans(),
-    strided=st.booleans(),
+    strided=st.booleans(), scale=st.sampled_from([None, 0.3, 0.0, -0.3]),
 )  # fmt: skip
 def test_equals_reference(
     device, backend, lanes, longest, page_size, dtype, heads, width, seed, stored, most, slack, by_row, positioned,
-    strided,
+    strided, scale,
 ):  # fmt: skip
     s.assume_served(device, backend, dtype)
     kept = {"same": dtype, "float8": FP8, "bfloat16": torch.bfloat16}[stored]
     assume(stored != "bfloat16" or dtype == torch.float32 and (device, backend) != ("cpu", "triton"))
+    (longest, most), width = s.larger(device, seed, longest, most), s.wider(device, seed, width, (4, 40, 64, 128))
     row_lens = s.lengths(lanes + 1, longest, seed)
     *caches, table, scales = pool(row_lens, page_size, heads[1], width, seed, kept)
-    options, n = {}, lanes
+    options, n = {"softmax_scale": scale}, lanes
     lens = row_lens[:lanes]
     if by_row:
         rows = torch.randperm(lanes + 1, generator=torch.Generator().manual_seed(seed))[:lanes]

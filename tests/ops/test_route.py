@@ -58,6 +58,7 @@ def test_equals_reference(
     temperature,
 ):
     s.assume_served(device, backend, dtype)
+    length, width = s.larger(device, seed, length), s.wider(device, seed, width)
     make = s.tied if ties or dtype != torch.float64 else s.normal  # exact sums, so that rounding can't change a rank
     x = make((batch, length, width), seed, dtype)
     x = x if not strided or not batch else torch.stack((x, -x), dim=-1)[..., 0]
@@ -96,7 +97,7 @@ def test_equals_reference(
 @s.targets("route")
 @given(batch=st.integers(1, 3), length=s.sizes, seed=s.seeds, data=st.data())
 def test_ready_logits(device, backend, batch, length, seed, data):
-    dtype = torch.float64 if backend == "eager" else torch.float32
+    dtype, length = torch.float64 if backend == "eager" else torch.float32, s.larger(device, seed, length)
     logits, k = s.tied((batch, length), seed, dtype), data.draw(st.integers(0, length))
     x = s.normal((batch, length, 3), seed, dtype)
     a, l = (t.to(device).requires_grad_() for t in (x, logits))
