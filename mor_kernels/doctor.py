@@ -61,7 +61,10 @@ def _kernels() -> str:
 
 
 def _gpu(index: int) -> str:
-    gpu = torch.cuda.get_device_properties(index)
+    try:
+        gpu = torch.cuda.get_device_properties(index)
+    except RuntimeError as error:  # a driver that doesn't start, or a process forked from one that had used CUDA
+        return f"not usable: {error}"
     return f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 
 

@@ -53,7 +53,7 @@ class PagePool:
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         if dtype == torch.float8_e4m3fn:
-            self.k_scale, self.v_scale = torch.ones(2, layers, kv_heads, device=device)
+            self.k_scale, self.v_scale = torch.ones(2, layers, kv_heads, dtype=torch.float32, device=device)
         self.page_size, self.num_pages = page_size, num_pages
         self.pages = ops.Pages.new(rows, num_pages, -(-max_length // page_size), device)
 

@@ -300,7 +300,7 @@ class Engine:
         request = _Request(
             id=self._submitted,
             params=params,
-            seed=int(torch.randint(2**63 - 1, ())) if params.seed is None else params.seed,
+            seed=int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed,
             prompt_length=len(tokens),
             # the newest token of all would have no position
             end=min(len(tokens) + params.max_tokens, self.config.max_position_embeddings + 1),
@@ -629,7 +629,7 @@ class Engine:
             host = [t.numpy() for t in found]
         else:
             for t in found:
-                pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                pinned = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
                 host.append(pinned.copy_(t, non_blocking=True).numpy())
             there = torch.cuda.Event()
             there.record()

@@ -116,7 +116,8 @@ class Program:
             self.aux_routers = torch.zeros_like(self.routers) if len(model.aux_routers) else None
         self.router_versions: list[tuple[int, int]] | None = None
         self.ticks = 0  # launched
-        self.told = torch.zeros(records, max_sequences, 3, dtype=torch.int64)  # in turn of each, see ops.advance_
+        # in turn of each tick, see ops.advance_
+        self.told = torch.zeros(records, max_sequences, 3, dtype=torch.int64, device="cpu")
         self.record = self.told.to(self.device)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
@@ -150,7 +151,7 @@ class Program:
 
     def ints(self, values: Iterable[int]) -> Tensor:
         """int64 on the device; nothing waits for it."""
-        numbers = torch.tensor(list(values), dtype=torch.int64)
+        numbers = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         return numbers.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else numbers
 
     # Launches

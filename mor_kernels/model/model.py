@@ -82,7 +82,7 @@ class MoR(nn.Module):
         auxiliary = (Router(config, 1, auxiliary=True) for _ in range(recursions * aux))
         self.aux_routers = cast("list[Router]", nn.ModuleList(auxiliary))
         loss_free = token and config.balance == "loss_free"
-        self.register_buffer("router_bias", torch.zeros(recursions) if loss_free else None)
+        self.register_buffer("router_bias", torch.zeros(recursions, dtype=torch.float32) if loss_free else None)
         slots = len(config.recursion_layers[0])
         lora = (nn.ModuleList(LoRA(config) for _ in range(slots)) for _ in range(recursions * (config.lora_rank > 0)))
         self.lora = cast("list[list[LoRA]]", nn.ModuleList(lora))

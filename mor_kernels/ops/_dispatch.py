@@ -14,7 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,7 +24,13 @@ BACKENDS = ("eager", "triton", "cuda")
 SPECIALISTS = ("hopper", "cudnn", "fa4")  # serve some arguments of some ops: our kernels for Hopper, and libraries
 NAMESPACE = "mor_kernels"
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+try:
+    _library = torch.library.Library(NAMESPACE, "DEF")
+except RuntimeError as error:
+    raise ImportError(
+        f"{__name__} was imported in this process before, from another path or until it was removed from sys.modules; "
+        "PyTorch registers operators once a process"
+    ) from error
 _implementations: dict[str, dict[str, Callable]] = {}
 _choices: dict[str, Callable] = {}
 
@@ -86,6 +92,53 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*distinct)
 
 
+class _Read:
+    """The context of a backward pass, of which what was saved is read: activation checkpointing allows that once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Gradients as they are, and what they depend on: a path to that, at whose beginning stands an error."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, number: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.message = message
+        return tensors[:number]
+
+    @staticmethod
+    def backward(ctx: Any, *_: object) -> NoReturn:
+        raise RuntimeError(ctx.message)
+
+
+def first_order(op: str) -> Callable[[Callable[..., tuple]], Callable[..., tuple]]:
+    """Decorate a ``backward`` whose gradients can't be differentiated again: who tries gets an error. What they depend
+    on are the incoming gradients and what was saved.
+
+    PyTorch's ``once_differentiable`` tells nobody if no incoming gradient is to be differentiated, or if the inputs are
+    named: then second derivatives lack this op's share.
+    """
+    message = f"{op}: its gradients can't be differentiated: there are no second derivatives"
+
+    def decorate(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
+            read = _Read(ctx)
+            with torch.no_grad():
+                found = backward(read, *gradients)
+            return _Undifferentiable.apply(message, len(found), *found, *gradients, *read.saved_tensors)
+
+        return run
+
+    return decorate
+
+
 def deferred(module: str, function: str, refuses: Callable = lambda *_: None) -> Callable:
     """``function`` of ``module``, which is imported at the first call: Triton or the CUDA kernels may be absent.
 
@@ -130,6 +183,8 @@ def unavailable(
         return "the tensors are on the CPU" + (", which needs TRITON_INTERPRET=1" if backend == "triton" else "")
     if not torch.cuda.is_available() or torch.version.hip:
         return "no CUDA device is visible"
+    if torch.cuda._is_in_bad_fork():
+        return "this process was forked from one that had used CUDA; it must be spawned"
     if backend == "fa4" and not _installed("flash_attn.cute"):
         return "flash-attn-4 is not installed; pip install mor-kernels[fa4]"
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
@@ -217,8 +272,14 @@ def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None) -> str:
     Dynamo doesn't trace the questions.
 
     Raises:
-        RuntimeError: a backend was named and isn't there, with the reason.
+        RuntimeError: a backend was named and isn't there, with the reason; or derivatives were asked for that no op
+            has: PyTorch itself would take those of serving's for 0.
     """
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"{op}: expected neither a transform of torch.func nor forward-mode differentiation around it: it has no "
+            "derivatives but those of torch.autograd.grad and backward"
+        )
     named = backend or _default_backend
     if named == "auto" or torch.compiler.is_compiling():
         return named

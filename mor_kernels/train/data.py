@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -345,6 +346,14 @@ class Tokens:
         self._part = ""  # in messages
         content = [self.vocab_size, tokenizer_hash, [digest for *_, digest in self.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the shards, which a process that is spawned opens by itself, and doesn't get a copy of."""
+        return {name: value for name, value in vars(self).items() if name != "_maps"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._maps = [np.load(self.directory / name, mmap_mode="r") for name, *_ in self.shards]
 
     def verify(self) -> None:
         """Reads every shard and raises ValueError if one's checksum has changed."""

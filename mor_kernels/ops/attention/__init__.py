@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._numeric import wide
 from . import _choice, eager
 
@@ -106,7 +105,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order("attention")
     def backward(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
         gradients = _backward(_filled(d_out, saved), d_lse, *saved, *ctx.scalars)
@@ -132,7 +131,7 @@ class _AttentionVarlen(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order("attention_varlen")
     def backward(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         *tensors, q_positions = saved

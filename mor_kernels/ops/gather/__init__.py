@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from . import eager
 
 _forward = define(
@@ -35,7 +34,7 @@ class _Gather(torch.autograd.Function):
         return _forward(x, indices, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order("gather")
     def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         return _backward(d_rows, indices, ctx.length, ctx.backend), None, None

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from ..gather import gather
 from ..rope import check_theta, rope
 from . import eager
@@ -102,7 +101,7 @@ class _Append(torch.autograd.Function):
         return _append(k, v, k_cache, v_cache, slots, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order("kv_append")
     def backward(ctx: Any, d_k_cache: torch.Tensor, d_v_cache: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
         new = (gather(t.flatten(0, 1), slots, backend=ctx.backend).to(ctx.dtype) for t in (d_k_cache, d_v_cache))
@@ -128,7 +127,7 @@ class _Lookup(torch.autograd.Function):
         return _lookup(k_cache, v_cache, page_table, cu_seqlens, total, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order("kv_lookup")
     def backward(ctx: Any, d_k: torch.Tensor, d_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*_lookup_backward(d_k, d_v, *ctx.saved_tensors, *ctx.scalars), *[None] * 4)
 

@@ -84,7 +84,7 @@ def _check_table(page_table, cu_seqlens, total, num_pages, page_size):
     longest, room = int(cu_seqlens.diff().max()), page_table.shape[1] * page_size
     if longest > room:
         _checks.fail("kv_lookup", "page_table", f"pages for {longest} tokens a row", f"room for {room}")
-    used = torch.arange(page_table.shape[1]) * page_size < cu_seqlens.diff()[:, None]
+    used = torch.arange(page_table.shape[1], device=page_table.device) * page_size < cu_seqlens.diff()[:, None]
     wrong = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
     if len(wrong):
         _checks.fail("kv_lookup", "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))

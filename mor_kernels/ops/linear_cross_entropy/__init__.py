@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._layout import as_rows
 from .._numeric import wide
 from . import eager
@@ -75,14 +74,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_weight is not None:
                 _add_product(d_weight, logits.T, x[chunk])
             del logits  # before the next chunk's are there
-        ctx.save_for_backward(d_x, d_weight)
+        total = losses.sum()
+        ctx.save_for_backward(d_x, d_weight, total)  # the sum says what the two depend on, see first_order
         ctx.dtype, ctx.backend = weight.dtype, backend
-        return losses.sum()
+        return total
 
     @staticmethod
-    @once_differentiable
+    @first_order("linear_cross_entropy")
     def backward(ctx: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None if d is None else _scaled(d, d_total, ctx.dtype, ctx.backend) for d in ctx.saved_tensors)
+        gradients = (None if d is None else _scaled(d, d_total, ctx.dtype, ctx.backend) for d in ctx.saved_tensors[:2])
         return *gradients, None, None, None, None
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._numeric import wide
 from . import eager
 
@@ -45,7 +44,7 @@ def _define(name: str, arguments: str, **saved: Callable[..., torch.Tensor]) -> 
             return loss
 
         @staticmethod
-        @once_differentiable
+        @first_order(name)
         def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             tensors = iter(ctx.saved_tensors)
             sums = [next(tensors) for _ in saved]
@@ -212,7 +211,7 @@ def dead_token_ratio(kept: torch.Tensor, valid: torch.Tensor | None = None) -> t
     valid = torch.ones_like(kept) if valid is None else valid
     _checks.tensor("dead_token_ratio", "valid", valid, tuple(kept.shape), (torch.bool,), kept)
     there = valid.any(0)
-    return (there & ~kept.any(0)).sum() / there.sum().clamp(min=1)
+    return (there & ~kept.any(0)).sum().to(torch.float32) / there.sum().clamp(min=1)
 
 
 def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -234,7 +233,7 @@ def sampling_accuracy(predicted: torch.Tensor, kept: torch.Tensor, valid: torch.
     _checks.tensor("sampling_accuracy", "predicted", predicted, tuple(kept.shape), (torch.bool,), kept)
     valid = torch.ones_like(kept) if valid is None else valid
     _checks.tensor("sampling_accuracy", "valid", valid, tuple(kept.shape), (torch.bool,), kept)
-    return ((predicted == kept) & valid).sum() / valid.sum().clamp(min=1)
+    return ((predicted == kept) & valid).sum().to(torch.float32) / valid.sum().clamp(min=1)
 
 
 def max_vio(counts: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._numeric import wide
 from . import eager
 
@@ -116,7 +115,7 @@ class _Choose(torch.autograd.Function):
         return depths, probs
 
     @staticmethod
-    @once_differentiable
+    @first_order("choose_depths")
     def backward(
         ctx: Any, _: torch.Tensor | None, d_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:

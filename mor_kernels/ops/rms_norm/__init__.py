@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._layout import as_rows
 from .._numeric import wide
 from . import eager
@@ -70,7 +69,7 @@ class _RMSNormLinear(torch.autograd.Function):
         return total, h if weight is None else F.linear(h, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order("rms_norm and rms_norm_linear")
     def backward(
         ctx: Any, d_total: torch.Tensor, d_y: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:

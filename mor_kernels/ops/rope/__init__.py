@@ -6,10 +6,9 @@ import math
 from typing import Any, overload
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from . import eager
 from ._layout import split
 
@@ -49,7 +48,7 @@ class _Rope(torch.autograd.Function):
         return out_q if k is None else (out_q, out_k)
 
     @staticmethod
-    @once_differentiable
+    @first_order("rope")
     def backward(
         ctx: Any, d_q: torch.Tensor, d_k: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:  # a rotation's transpose turns back
@@ -69,7 +68,7 @@ class _RopeQKV(torch.autograd.Function):
         return _split(qkv, heads, positions, theta, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order("rope_qkv")
     def backward(
         ctx: Any, d_q: torch.Tensor, d_k: torch.Tensor, d_v: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:

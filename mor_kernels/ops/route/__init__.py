@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._numeric import wide
 from . import eager
 
@@ -112,7 +111,7 @@ class _Route(torch.autograd.Function):
         return rows, indices, gates, logits, counts
 
     @staticmethod
-    @once_differentiable
+    @first_order("route")
     def backward(
         ctx: Any,
         d_rows: torch.Tensor,

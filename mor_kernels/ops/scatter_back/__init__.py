@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from . import eager
 
 RESIDUALS = ("block", "delta", "none")
@@ -72,7 +71,7 @@ class _ScatterBack(torch.autograd.Function):
         return _forward(x, update, indices, gates, residual, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order("scatter_back")
     def backward(
         ctx: Any, d_out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor | None, None, None]:

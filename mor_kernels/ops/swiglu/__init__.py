@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._dispatch import apply, deferred, define, resolve
+from .._dispatch import apply, deferred, define, first_order, resolve
 from .._layout import as_rows
 from . import eager
 
@@ -38,7 +37,7 @@ class _SwigluLinear(torch.autograd.Function):
         return F.linear(_forward(gate_up, backend), weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order("swiglu_linear")
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         gate_up, weight = ctx.saved_tensors  # read once: activation checkpointing allows no more
         needs_gate_up, needs_weight, _ = ctx.needs_input_grad
