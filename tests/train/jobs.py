@@ -191,6 +191,7 @@ def assert_same_run(a, b, exact=False):
         assert all(torch.equal(saved[key], tensor) for key, tensor in weights[1].items())
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[0].items():
+        assert tensor.shape == states[1][name].shape, name  # whole, however many processes had it
         assert not exact or torch.equal(tensor, states[1][name]), name
 
 
