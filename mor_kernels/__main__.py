@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import json
@@ -286,16 +285,15 @@ def _train(options) -> int:
 
 def _read_config(path: Path) -> dict:
     """What a --config file says, its paths made absolute: a relative one starts at the file's folder."""
+    from .files import read_json
     from .model import MoRConfig
     from .model.config import SIZES
     from .train import TrainConfig
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, got: {error}") from None
     if isinstance(found.get("source"), str):
         found["source"] = [found["source"]]
     sections = (("", found, CONFIG_KEYS), ("model", found.get("model"), _fields(MoRConfig)),
@@ -307,7 +305,7 @@ def _read_config(path: Path) -> dict:
                 raise ValueError(f"{where}: expected keys among {', '.join(sorted(known))}, got {key!r}")
     for key, value in list(found.items()):
         kind = CONFIG_KEYS[key]
-        whole = kind is not list or all(isinstance(part, str) for part in value or ())
+        whole = kind is not list or isinstance(value, list) and all(isinstance(part, str) for part in value)
         if not (value is None or isinstance(value, kind) and not isinstance(value, bool) and whole):
             raise ValueError(f"{path}: {key}: expected {kind.__name__}{' of str' * (kind is list)}, got {value!r}")
         if value is None:
@@ -384,17 +382,16 @@ def _train_in_step(
 
 def _record(out: Path, config, settings, record: dict) -> None:
     """Write run.json, which --config reads."""
-    from .train.checkpoint import write_atomic
+    from .files import read_json, write_atomic
 
-    meta = json.loads((out / "data" / "meta.json").read_text())
-    source = meta["source"]
-    with contextlib.suppress(ValueError, SyntaxError):  # a list, unless the tokens were prepared otherwise
-        source = ast.literal_eval(source)
+    meta = read_json(out / "data" / "meta.json")
+    source = meta.get("source", [])
+    source = source if isinstance(source, list) else [source]
     given = meta.get("given_tokenizer_sha256")
     train = dataclasses.asdict(settings)
     for place in ("data", "out"):
         del train[place]
-    found = {"source": source if isinstance(source, list) else [str(source)], "max_tokens": meta.get("max_tokens"),
+    found = {"source": [str(part) for part in source], "max_tokens": meta.get("max_tokens"),
              "tokenizer": os.path.abspath(out / "data" / "tokenizer.json") if given else None, **record,
              "model": config.to_dict(), "train": train}  # fmt: skip
     write_atomic(out / "run.json", lambda file: file.write((json.dumps(found, indent=1) + "\n").encode()))
@@ -415,6 +412,7 @@ def _summarise(trainer) -> None:
 
 def _prepare(options, fields: dict) -> None:
     """The run's token shards, from an earlier run of the same source or made now."""
+    from .files import read_json
     from .model import MoRConfig
     from .train import Tokens, load_tokenizer, prepare
     from .train.data import documents
@@ -439,8 +437,8 @@ def _prepare(options, fields: dict) -> None:
         prepare(source, data, tokenizer=options.tokenizer, vocab_size=vocabulary, max_tokens=options.max_tokens)
         return
     Tokens(data)  # says what is wrong with them
-    found = json.loads((data / "meta.json").read_text())["source"]
-    if options.source and found != str(source):
+    found = read_json(data / "meta.json").get("source")
+    if options.source and str(found) != str(source):  # which an earlier version wrote as text
         raise ValueError(f"--source: expected {found}, which {data} was made of (--fresh starts anew), got {source}")
     if (
         options.tokenizer
@@ -469,13 +467,13 @@ def _load(options):
     from .model.authors import is_authors
     from .model.convert import is_foreign
     from .train import latest, load_tokenizer
+    from .train.data import needed_vocab_size
 
     folder, device = options.model, _device(options.device)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected the folder of a run or of a model, found none")
-    checkpoint = latest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
-    places = [folder, folder / "model", *([checkpoint] if checkpoint else [])]
-    weights = next((place for place in places if (place / "config.json").exists()), None)
+    weights = next((place for place in (folder, folder / "model") if (place / "config.json").exists()), None)
+    weights = weights or latest(folder / "checkpoints")
     if weights is None:
         raise FileNotFoundError(f"{folder}: expected config.json, model/config.json or a whole checkpoint, found none")
     beside = [weights / "tokenizer.json", *(p / "data" / "tokenizer.json" for p in (folder, weights.parent.parent))]
@@ -487,10 +485,10 @@ def _load(options):
     else:
         model = MoR.from_pretrained(weights)
     model = model.to(device).eval()
-    if tokenizer.get_vocab_size() > model.config.vocab_size:
+    if (needed := needed_vocab_size(tokenizer)) > model.config.vocab_size:
         raise ValueError(
-            f"{weights}: expected a vocabulary of at least {tokenizer.get_vocab_size()}, which its "
-            f"tokenizer has, got {model.config.vocab_size}"
+            f"{weights}: expected a vocabulary of at least {needed}, which its tokenizer has, got "
+            f"{model.config.vocab_size}"
         )
     return model, tokenizer
 
@@ -506,7 +504,7 @@ def _eval(options) -> None:
     import torch
 
     from . import evaluate
-    from .train.checkpoint import write_atomic
+    from .files import write_atomic
     from .train.data import documents
 
     if not options.text and not options.task:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from .ops._numeric import wide
 from .train.data import separator_id
 
 _CHUNK = 1 << 24  # logits brought to fp32 together
+LONGEST_LINE = 1 << 24  # characters
 LINE = '{"choices": [[context, continuation], ...], "gold": index}'
 
 Request = tuple[Sequence[int], Sequence[int]]  # context, at least one token; continuation, likewise
@@ -139,7 +141,7 @@ def text_loss(
         if not 1 <= value <= most:
             raise ValueError(f"{name}: expected 1 to {most}, got {value}")
     separator = separator_id(tokenizer)
-    requests, size, count = [], 0, 0
+    requests, size, texts = [], 0, 0
     for text in islice(documents, limit):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         read = [separator, *ids]  # read[i] predicts ids[i]
@@ -148,7 +150,7 @@ def text_loss(
             end = min(start + (stride if start else window), len(ids))
             requests.append((read[max(0, end - window) : start + 1], ids[start:end]))
             start = end
-        size, count = size + len(text.encode()), count + 1
+        size, texts = size + len(text.encode()), texts + 1
     if not requests:
         raise ValueError("documents: expected text, got none")
     scores = score(model, requests, **options)
@@ -156,7 +158,7 @@ def text_loss(
     loss = -math.fsum(found.log_likelihood for found in scores)
     depth = math.fsum(found.depth * len(continuation) for found, (_, continuation) in zip(scores, requests)) / tokens
     return {"nats_per_token": loss / tokens, "perplexity": _exp(loss / tokens), "depth": depth,
-            "bits_per_byte": loss / math.log(2) / size, "tokens": tokens, "bytes": size, "documents": count,
+            "bits_per_byte": loss / math.log(2) / size, "tokens": tokens, "bytes": size, "documents": texts,
             "window": window, "stride": stride}  # fmt: skip
 
 
@@ -168,9 +170,15 @@ def read_task(path: str | Path, limit: int | None = None) -> list[dict[str, Any]
     path = Path(path)
     examples: list[dict[str, Any]] = []
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(examples) == limit:
+        for number in count(1):
+            try:
+                line = lines.readline(LONGEST_LINE + 1)
+            except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path}: expected UTF-8 text{' in gzip' * (path.suffix == '.gz')}: {error}") from None
+            if not line or len(examples) == limit:
                 break
+            if len(line) > LONGEST_LINE:  # a few bytes of gzip may be gigabytes
+                raise ValueError(f"{path}:{number}: expected at most {LONGEST_LINE} characters a line, got more")
             if not line.strip():
                 continue
             try:
@@ -178,9 +186,10 @@ def read_task(path: str | Path, limit: int | None = None) -> list[dict[str, Any]
                 choices, gold = example["choices"], example.get("gold")
                 pairs = [(context, continuation) for context, continuation in choices]
                 good = pairs and all(isinstance(part, str) for pair in pairs for part in pair)
+                "".join(part for pair in pairs for part in pair).encode()  # half a surrogate pair is no text
                 good = good and all(continuation.strip() for _, continuation in pairs)
                 good = good and (len(pairs) == 1 or type(gold) is int and 0 <= gold < len(pairs))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 good = False
             if not good:
                 raise ValueError(f"{path}:{number}: expected {LINE}, got {line.strip()[:80]}")

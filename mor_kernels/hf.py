@@ -31,6 +31,7 @@ except ImportError as error:
     raise ImportError(f"transformers: expected it to be installed (pip install mor-kernels[hf]): {error}") from error
 
 from .decode import Engine, SamplingParams
+from .files import read_json
 from .model import MoR
 from .model import MoRConfig as Config
 from .model.config import _fail
@@ -272,11 +273,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
                                        **{name: value for name, value in hub.items() if value is not None})  # fmt: skip
         folder = os.path.join(folder, subfolder) if subfolder else folder
         if not isinstance(config, PretrainedConfig):
-            config, kwargs = MoRConfig.from_pretrained(config or folder, return_unused_kwargs=True, **kwargs)
+            config, kwargs = _read(MoRConfig, config or folder, "config.json", return_unused_kwargs=True, **kwargs)
         for name, value in kwargs.items():
             if value is not None and name not in _WITHOUT_EFFECT and not name.startswith("_"):
                 _fail(name, "an argument that loads this model in another way, or a field of its configuration", value)
         state = read_dense(folder)
+        MoR.check_state(config.to_mor(), state, folder)
         model = cls(config, *args)
         model.model.load_checked(state, folder)
         if dtype == "auto":
@@ -286,7 +288,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         if generation is not None:
             model.generation_config = generation
         elif os.path.exists(os.path.join(folder, "generation_config.json")):
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+            model.generation_config = _read(GenerationConfig, folder, "generation_config.json")
         model.eval()
         info: dict[str, list[Any]]
         info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
@@ -492,6 +494,19 @@ class MoRCallback(TrainerCallback):
 def _needs_callback(config: Config) -> bool:
     warms_up = config.router == "expert_choice" and config.cap_warmup_steps > 0
     return warms_up or config.router == "token_choice" and config.balance == "loss_free"
+
+
+def _read(kind, folder, file, **fields):
+    """What transformers makes of a file of JSON."""
+    path = os.path.join(folder, file)
+    try:
+        if os.path.exists(path):
+            read_json(path)
+        return kind.from_pretrained(folder, **fields)
+    except OSError:
+        raise
+    except Exception as error:  # transformers takes fields of its own as they come
+        raise ValueError(f"{path}: expected a {kind.__name__}, got: {error}") from None
 
 
 def _one_device(device_map) -> torch.device | None:

@@ -209,7 +209,7 @@ def _figure(**settings: Any) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    from .train.checkpoint import write_atomic
+    from .files import write_atomic
 
     write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=110))
 

@@ -330,7 +330,8 @@ def test_mistakes_in_a_config_file(tmp_path, capsys, change, message):
 
 
 def test_a_config_file_that_is_no_json(tmp_path, capsys):
-    for content, message in (("{", "bad.json: expected JSON"), ("[]", "bad.json: expected a JSON object, got list")):
+    for content, message in (("{", "bad.json: expected a JSON object, got: Expecting"),
+                             ("[]", "bad.json: expected a JSON object, got: list")):  # fmt: skip
         (tmp_path / "bad.json").write_text(content)
         assert main(["train", str(tmp_path / "out"), "--config", str(tmp_path / "bad.json")]) == 1
         assert message in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -154,6 +155,25 @@ def test_configurations_are_checked_and_kept(tmp_path):
 def test_what_loading_refuses(folder, arguments, message):
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(folder, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"vocab_size": 2**31 - 1}, r"embed_tokens.weight: expected shape \(2147483647, 16\), got"),
+        ("config.json", {"id2label": 5}, "config.json: expected a MoRConfig, got: "),
+        ("config.json", "[" * 100_000, "config.json: expected a MoRConfig, got: more than 100 levels"),
+        ("generation_config.json", "[]", "generation_config.json: expected a GenerationConfig, got: list"),
+    ],
+)
+def test_folders_of_others(folder, tmp_path, file, content, message):
+    """What is wrong is said before memory is taken: 128 GiB for the vocabulary alone."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((tmp_path / file).read_text()), **content})
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        MoRForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

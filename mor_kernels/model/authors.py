@@ -7,7 +7,6 @@ Their repository is raymin0223/mixture_of_recursions. A run there is described b
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from .config import MoRConfig, _fail
-from .convert import is_foreign, read_dense
+from ..files import check_extent, read_json, read_text
+from .config import LARGEST, MoRConfig, _fail
+from .convert import is_foreign
 
 # Every name that their code reads. Those that only concern how a run is started, saved and shown, its data and its
 # optimizer have no influence on what a model computes, and are ignored.
@@ -41,6 +41,7 @@ SECTIONS = {
     "mor.expert": {"cap_warmup_step", "router_func", "alpha", "sampling", "include_first", "coeff", "gating"},
     "mor.token": {"bal_warmup_step", "router_func", "alpha", "balancing", "coeff", "u", "gating"},
 }  # fmt: skip
+LARGEST_YAML = 1 << 16  # characters, for which PyYAML may take seconds
 SHARINGS = ("cycle", "sequence", "middle_cycle", "middle_sequence")
 
 
@@ -61,7 +62,16 @@ def authors_config(
         ValueError: a name isn't known, or what it asks for isn't computed here; the message names it.
         ImportError: a YAML file, and no PyYAML.
     """
-    fields, llama = _read(source, dense)
+    fields, llama, file = _read(source, dense)
+    try:
+        return _config(fields, llama, changes)
+    except ValueError as error:
+        if not file:
+            raise
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _config(fields: Mapping[str, Any], llama: dict[str, Any], changes: Mapping[str, Any]) -> MoRConfig:
     root = _Section(fields, "")
     recursive, kv, relaxation, mor = (root.section(name) for name in ("recursive", "kv_sharing", "relaxation", "mor"))
     expert, token = mor.section("expert"), mor.section("token")
@@ -69,8 +79,14 @@ def authors_config(
         section.choice("enable", (True, False), False)
     relaxation.choice("enable", (False,), False)
 
-    llama |= (own := dict(root.get("model_config", {})))
+    own = root.get("model_config", {})
+    if not isinstance(own, Mapping):
+        root.refuse("model_config", "a mapping", type(own).__name__)
+    llama |= own
     if "hidden_size" in own and "num_attention_heads" in own:
+        for name in ("hidden_size", "num_attention_heads"):
+            if not isinstance(own[name], int) or own[name] < 1:
+                root.refuse(f"model_config.{name}", "an integer of at least 1", repr(own[name]))
         llama["head_dim"] = own["hidden_size"] // own["num_attention_heads"]
     if root.get("max_length") is not None:
         llama["max_position_embeddings"] = root.get("max_length")
@@ -204,7 +220,7 @@ class _Section:
         value = self.get(name, default)
         try:
             found = float(value)  # 1e-5 is text to PyYAML
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = math.nan
         if isinstance(value, bool) or not math.isfinite(found) or (above is not None and found <= above):
             self.refuse(name, "a number" if above is None else f"a number > {above}", repr(value))
@@ -212,15 +228,15 @@ class _Section:
 
     def whole(self, name: str, least: int = 1) -> int:
         value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(name, f"an integer of at least {least}", repr(value))
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+            self.refuse(name, f"an integer from {least} to {LARGEST}", repr(value))
         return value
 
 
 def _read(
     source: str | os.PathLike[str] | Mapping[str, Any], dense: str | os.PathLike[str] | Mapping[str, Any] | None
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Their fields and the Llama's, the latter as a copy."""
+) -> tuple[Mapping[str, Any], dict[str, Any], str]:
+    """Their fields, the Llama's as a copy, and the file of the former, if any."""
     if not isinstance(source, Mapping) and os.path.isdir(source):
         files = _yaml_files(source)
         if len(files) != 1:
@@ -228,10 +244,14 @@ def _read(
         source, dense = files[0], source if dense is None else dense
     if dense is None:
         _fail("dense", "the config.json of the Llama", "none")
-    fields = source if isinstance(source, Mapping) else _parse(source)
+    fields, file = (source, "") if isinstance(source, Mapping) else (_parse(source), os.fspath(source))
     if isinstance(dense, Mapping):
-        return fields, dict(dense)
-    return fields, dict(_parse(os.path.join(dense, "config.json") if os.path.isdir(dense) else dense))
+        return fields, dict(dense), file
+    path = os.path.join(dense, "config.json") if os.path.isdir(dense) else dense
+    found = _parse(path)
+    if not isinstance(found, Mapping):
+        _fail(str(path), "the configuration of the Llama", type(found).__name__)
+    return fields, dict(found), file
 
 
 def _yaml_files(folder: str | os.PathLike[str]) -> list[str]:
@@ -239,19 +259,22 @@ def _yaml_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _parse(path: str | os.PathLike[str]) -> Any:
-    with open(path) as file:
-        text = file.read()
     try:
         if str(path).endswith(".json"):
-            return json.loads(text)
+            return read_json(path)
+        text = read_text(path)
+        if len(text) > LARGEST_YAML:
+            raise ValueError(f"more than {LARGEST_YAML} characters")
         try:
             import yaml
         except ImportError:
             raise ImportError(f"{path}: expected PyYAML to read it (pip install pyyaml), or the same as JSON") from None
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            found = yaml.safe_load(text)
+        except Exception as error:  # YAMLError, and all that its constructors raise at what is no number or date
             raise ValueError(error) from None
+        check_extent(found)  # aliases make much of little
+        return found
     except ValueError as error:
         raise ValueError(f"{path}: expected a configuration, got: {error}") from None
 
@@ -260,25 +283,23 @@ def is_authors(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder is a checkpoint of the authors' code: Hugging Face's, and of their class or with a YAML file."""
     if not is_foreign(folder):
         return False
-    with open(os.path.join(folder, "config.json")) as file:
-        return "MoRLlamaForCausalLM" in (json.load(file).get("architectures") or ()) or bool(_yaml_files(folder))
+    classes = read_json(os.path.join(folder, "config.json")).get("architectures")
+    return isinstance(classes, list) and "MoRLlamaForCausalLM" in classes or bool(_yaml_files(folder))
 
 
 def authors_to_state(
-    source: str | os.PathLike[str] | dict[str, torch.Tensor], config: MoRConfig, names: Iterable[str]
+    theirs: dict[str, torch.Tensor], config: MoRConfig, names: Iterable[str], source: str
 ) -> dict[str, torch.Tensor]:
     """The tensors of ``names``, as files of ours have them, from a checkpoint of the authors' code.
 
     Their state dict has a shared layer once for each use. Copies that are missing, since whoever wrote the file left
     out what it had already, are fine; copies that differ are an error.
     """
-    theirs = read_dense(source)
-    name = "state dict" if isinstance(source, Mapping) else os.fspath(source)
     places, state = _places(config, names), {}
     if unknown := sorted(theirs.keys() - {place for copies in places.values() for place in copies}):
-        raise ValueError(f"{name}: expected the tensors of such a model only, got also {unknown[0]}")
+        raise ValueError(f"{source}: expected the tensors of such a model only, got also {unknown[0]}")
     for own, copies in places.items():
-        state[own] = _same(theirs, copies, name)
+        state[own] = _same(theirs, copies, source)
     if "router_bias" in state:  # see balance_coeff
         assert config.alpha is not None  # as MoRConfig stores it
         state["router_bias"] = state["router_bias"].float() / config.alpha

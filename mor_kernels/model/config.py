@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..files import read_json
 from .hugging_face import describe
 
 CHOICES = {
@@ -48,6 +49,9 @@ SIZES = {
     },
 }  # fmt: skip
 
+# Kernels count in 32 bits; and layers are counted one by one, before a file has shown that it has them.
+LARGEST, DEEPEST = 2**31 - 1, 10_000
+
 # What a Hugging Face Llama's config.json has to say; what stands for an absent entry; and entries with one meaning that
 # is computed here.
 LLAMA_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -74,7 +78,7 @@ class MoRConfig:
     vocab_size: int = 49152
     hidden_size: int = 576
     intermediate_size: int = 1536
-    num_hidden_layers: int = 30  #: of the unrolled model
+    num_hidden_layers: int = 30  #: of the unrolled model, at most 10,000
     num_attention_heads: int = 9
     num_key_value_heads: int = 3
     head_dim: int = 64
@@ -132,10 +136,13 @@ class MoRConfig:
                 _fail(field.name, "True or False", repr(value))
             if kind == "int" and not (value is None and "None" in field.type):
                 least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
+                most = DEEPEST if field.name == "num_hidden_layers" else LARGEST
                 if not whole or value < least:
                     _fail(field.name, f"an integer of at least {least}", repr(value))
+                if value > most:
+                    _fail(field.name, f"an integer of at most {most}", repr(value))
             if kind == "float" and not (value is None and "None" in field.type):
-                if not (whole or isinstance(value, float)) or not math.isfinite(value):
+                if not (whole or isinstance(value, float)) or not abs(value) <= sys.float_info.max:
                     _fail(field.name, "a number", repr(value))
         if self.num_attention_heads % self.num_key_value_heads:
             _fail("num_key_value_heads", f"a divisor of num_attention_heads {self.num_attention_heads}",
@@ -218,14 +225,16 @@ class MoRConfig:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MoRConfig:
         """The configuration in a ``config.json``, as :meth:`.MoR.save_pretrained` or transformers wrote it."""
-        with open(path) as file:
-            try:
-                fields = json.load(file)
-            except ValueError as error:
-                raise ValueError(f"{path}: expected a model's JSON configuration, got: {error}") from None
+        try:
+            fields = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a model's JSON configuration, got: {error}") from None
         if "transformers_version" in fields:  # there are entries of its own, which it adds to from time to time
             fields = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
-        return cls.from_dict({name: value for name, value in fields.items() if name not in describe()})
+        try:
+            return cls.from_dict({name: value for name, value in fields.items() if name not in describe()})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by their names, defaults resolved."""
@@ -247,11 +256,10 @@ class MoRConfig:
         found: Any = source
         if not isinstance(source, dict):
             name = os.path.join(source, "config.json") if os.path.isdir(source) else os.fspath(source)
-            with open(name) as file:
-                try:
-                    found = json.load(file)
-                except ValueError as error:
-                    raise ValueError(f"{name}: expected the JSON configuration of a Llama, got: {error}") from None
+            try:
+                found = read_json(name)
+            except ValueError as error:
+                raise ValueError(f"{name}: expected the JSON configuration of a Llama, got: {error}") from None
 
         def refuse(field: str, expected: str, got: object) -> NoReturn:
             _fail(f"{name}: {field}", expected, got)
@@ -264,6 +272,8 @@ class MoRConfig:
                 refuse(field, f"{allowed[0]!r}, since nothing else is computed here", repr(found[field]))
         for field in ("rope_scaling", "rope_parameters"):  # the older and the newer name
             rope = found.get(field) or {}
+            if not isinstance(rope, dict):
+                refuse(field, "its settings", repr(rope))
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
                 refuse(field, "rotary embedding without scaling, of whole heads", rope)
@@ -272,6 +282,8 @@ class MoRConfig:
             if field not in found:
                 refuse(field, "the size of a Llama", "no such entry")
             fields[field] = found[field]
+            if not isinstance(found[field], int) or found[field] < 1:
+                refuse(field, "an integer of at least 1", repr(found[field]))
         heads = found["num_attention_heads"]
         # a missing entry means what it means to transformers
         fields["num_key_value_heads"] = found.get("num_key_value_heads") or heads
@@ -280,6 +292,10 @@ class MoRConfig:
             fields[field] = found.get(field, default)
         rope = {**found, **(found.get("rope_parameters") or {})}
         fields["rope_theta"] = rope.get("rope_theta", 10000.0)
+        try:
+            cls(**fields, sharing="cycle")  # which goes with any depth
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         return cls.like(fields, name, **changes)
 
     @classmethod
@@ -384,4 +400,4 @@ class MoRConfig:
 
 
 def _fail(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
+    raise ValueError(f"{name}: expected {expected}, got {str(got)[:1000]}")  # files may say anything

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
+
+from ..files import write_atomic
 
 MODEL_TYPE = "mor"
 _LOADER = "modeling_mor"
@@ -20,7 +24,11 @@ def describe() -> dict:
 
 
 def write_loader(folder: str | os.PathLike) -> None:
-    (Path(folder) / f"{_LOADER}.py").write_text(_LOADER_TEXT)
+    write_atomic(Path(folder) / f"{_LOADER}.py", lambda file: file.write(_LOADER_TEXT.encode()))
+
+
+def _write(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
 
 
 def write_tokenizer(folder: str | os.PathLike, tokenizer: Path, separator: str, separator_id: int, length: int) -> None:
@@ -29,10 +37,11 @@ def write_tokenizer(folder: str | os.PathLike, tokenizer: Path, separator: str, 
     tokenizer: a ``tokenizer.json``; separator: its token between documents, with its id; length: the model's context.
     """
     folder = Path(folder)
-    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    write_atomic(folder / "tokenizer.json", lambda file: file.write(tokenizer.read_bytes()))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator,
               "model_max_length": length, "model_input_names": ["input_ids", "attention_mask"],
               "clean_up_tokenization_spaces": False}  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n")
     ends = {"bos_token_id": separator_id, "eos_token_id": separator_id, "pad_token_id": separator_id}
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n")
+    for name, found in (("tokenizer_config", fields), ("generation_config", ends)):
+        content = (json.dumps(found, indent=1) + "\n").encode()
+        write_atomic(folder / f"{name}.json", partial(_write, content))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -11,18 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
+from ..files import read_weights, write_atomic
 from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
 from .authors import authors_config, authors_to_state
 from .config import MoRConfig, _fail
-from .convert import dense_to_recursive, join, read_dense, separate
+from .convert import dense_origins, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
 from .layers import Layer, LoRA, Norms, RMSNorm, Router, mixed_adapter, mixed_norms
@@ -592,11 +593,12 @@ class MoR(nn.Module):
         os.makedirs(directory, exist_ok=True)
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
         state = separate(self.state_dict() if state is None else state, self.config)
+        with contextlib.suppress(FileNotFoundError):  # it may be a link to another file
+            os.unlink(weights + ".tmp")
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights + ".tmp", {"format": "pt"})
         os.replace(weights + ".tmp", weights)
-        with open(config + ".tmp", "w") as file:
-            json.dump({**describe(), **self.config.to_dict()}, file, indent=2)
-        os.replace(config + ".tmp", config)
+        text = json.dumps({**describe(), **self.config.to_dict()}, indent=2)
+        write_atomic(config, lambda file: file.write(text.encode()))
         write_loader(directory)
 
     @classmethod
@@ -611,14 +613,29 @@ class MoR(nn.Module):
         for path in (config, weights):
             if not os.path.isfile(path):
                 raise FileNotFoundError(f"{path}: expected a saved model's file, found none")
-        model = cls(MoRConfig.from_dict({**MoRConfig.load(config).to_dict(), **changes}))
-        try:
-            state = load_file(weights)
-        except SafetensorError as error:
-            raise ValueError(f"{weights}: expected a safetensors file, got a corrupt one: {error}") from None
-        model.to(state["embed_tokens.weight"].dtype if "embed_tokens.weight" in state else torch.float32)
+        found = MoRConfig.from_dict({**MoRConfig.load(config).to_dict(), **changes})
+        state = read_weights(weights)
+        cls.check_state(found, state, weights)
+        model = cls(found).to(state["embed_tokens.weight"].dtype)
         model.load_checked(state, weights)
         return model
+
+    @classmethod
+    def check_state(cls, config: MoRConfig, state: dict[str, Tensor], source: str) -> None:
+        """A ValueError unless a model of this configuration has these tensors in its file. It takes no memory to find
+        out, whatever the configuration says."""
+        cls._empty(config, state, source).check_tensors(state, source)
+
+    @classmethod
+    def _empty(cls, config: MoRConfig, state: dict[str, Tensor], source: str) -> MoR:
+        """A model without memory, unless there are not even as many tensors in its file as it has layers."""
+        if config.num_unique_layers > len(state):
+            raise ValueError(f"{source}: expected the tensors of {config.num_unique_layers} layers, got {len(state)}")
+        try:
+            with torch.device("meta"):
+                return cls(config)
+        except (RuntimeError, TypeError) as error:  # no tensor can have such a size
+            raise ValueError(f"{source}: expected a model's tensors, but of its configuration: {error}") from None
 
     def load_checked(self, state: dict[str, Tensor], source: str) -> None:
         """Load what a model's file holds, or say what differs from this one's."""
@@ -626,6 +643,11 @@ class MoR(nn.Module):
 
     def checked(self, state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         """What a model's file holds as this model's state dict; a ValueError where names or shapes differ."""
+        self.check_tensors(state, source)
+        return join(state)
+
+    def check_tensors(self, state: dict[str, Tensor], source: str) -> None:
+        """A ValueError where names or shapes in a model's file aren't this model's."""
         shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self.state_dict().items()}
         own = separate(shapes, self.config)
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
@@ -638,7 +660,6 @@ class MoR(nn.Module):
                 raise ValueError(
                     f"{source}: {name}: expected shape {tuple(value.shape)}, got {tuple(state[name].shape)}"
                 )
-        return join(state)
 
     @classmethod
     def from_dense(
@@ -659,9 +680,15 @@ class MoR(nn.Module):
             FileNotFoundError: there is no such checkpoint.
             ValueError: it isn't a Llama's, or another depth or width than the configuration's; the message names it.
         """
-        model = cls(config)
         source = "dense" if isinstance(dense, dict) else os.fspath(dense)
-        state = dense_to_recursive(read_dense(dense), config, init, separate(model.state_dict(), config), source)
+        dense = read_dense(dense)
+        shapes = separate(cls._empty(config, dense, source).state_dict(), config)
+        origins = dense_origins(dense, config, init, shapes, source)
+        model = cls(config)
+        state = separate(model.state_dict(), config)
+        for name, names in origins.items():
+            if names:
+                state[name] = torch.stack([dense[n].to(state[name].dtype) for n in names]).mean(0)
         model.load_checked(state, source)
         return model
 
@@ -672,15 +699,19 @@ class MoR(nn.Module):
         In evaluation their code still keeps the k best of the whole sequence, which ``mode="topk"`` does here.
 
         Args:
-            source: folder of a checkpoint (``*.safetensors`` or ``pytorch_model.bin``), or its state dict.
+            source: folder of a checkpoint (``*.safetensors``), or its state dict.
             config: see :func:`.authors.authors_config`, which reads it from the folder by default.
 
         Raises:
             FileNotFoundError, ValueError: something is missing, unknown or of another model, or copies of a shared
                 tensor differ; the message names it.
         """
-        model = cls(authors_config(source) if config is None else config)
-        state = authors_to_state(source, model.config, separate(model.state_dict(), model.config))
-        model.to(state["embed_tokens.weight"].dtype)
-        model.load_checked(state, "state dict" if isinstance(source, dict) else os.fspath(source))
+        config = authors_config(source) if config is None else config
+        name = "state dict" if isinstance(source, dict) else os.fspath(source)
+        theirs = read_dense(source)
+        empty = cls._empty(config, theirs, name)
+        state = authors_to_state(theirs, config, separate(empty.state_dict(), config), name)
+        empty.check_tensors(state, name)
+        model = cls(config).to(state["embed_tokens.weight"].dtype)
+        model.load_checked(state, name)
         return model

@@ -1,8 +1,8 @@
 """Checkpoints that a crash at any moment leaves either whole or absent.
 
 A checkpoint is a folder `step-00000100` with config.json and model.safetensors (so it is also a model folder for
-`from_pretrained`), trainer.pt (optimizer, RNG states), trainer.json (step and settings) and checkpoint.json (size and
-SHA-256 of the others). It is written under a temporary name beside the others, flushed to disk and renamed.
+`from_pretrained`), trainer.safetensors and trainer.json (optimizer, RNG states, step and settings) and checkpoint.json
+(size and SHA-256 of the others). It is written under a temporary name beside the others, flushed to disk and renamed.
 
 A model that several processes hold in parts is written in the same format, whole, by the first of them, so any number
 of processes can go on from it, and a crash of any of them is the same as a crash of one. torch.distributed.checkpoint
@@ -16,34 +16,41 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch.utils._pytree import tree_map
 
+from ..files import (
+    TEMPORARY,
+    OtherVersion,
+    check_version,
+    has_form,
+    read_json,
+    read_tensors,
+    read_weights,
+    sync,
+    write_atomic,
+)
 from ..model import MoR
 from ..model.hugging_face import describe
 
-_TEMPORARY = ".tmp-"
-_FILES = {"config.json", "model.safetensors", "trainer.json", "trainer.pt"}
+__all__ = ["OtherVersion", "file_hash", "incomplete", "latest", "load", "save", "sync", "tidy", "whole", "write_atomic"]
 
-
-def write_atomic(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls `write(file)` on a temporary file beside `path`, flushes it to disk and renames it to `path`."""
-    path = Path(path)
-    aside = path.with_name(f"{_TEMPORARY}{path.name}")
-    with open(aside, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync(path.parent)
+_FORMAT = 2  # the first one had no number, and trainer.pt in place of trainer.safetensors
+_FILES = {"config.json", "model.safetensors", "trainer.json", "trainer.safetensors"}
+_LOADER = "modeling_mor.py"  # which a model's folder has for transformers
+_TRAINER = {"step": int, "rng": {"python": list, "numpy": list}, "state": dict,
+            "optimizer": {"groups": list, "numbers": dict}}  # fmt: skip
+# What Adam can't do without, where it has begun
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
 def file_hash(path: str | Path) -> str:
@@ -55,18 +62,9 @@ def file_hash(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove(path: Path) -> None:
     # Renamed first: a kill in the middle of the removal must not leave half a checkpoint under a checkpoint's name.
-    aside = path.with_name(f"{_TEMPORARY}removed-{path.name}")
+    aside = path.with_name(f"{TEMPORARY}removed-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
     shutil.rmtree(aside)
@@ -78,15 +76,30 @@ def _check_sizes(path: Path) -> dict[str, str]:
     if not index.exists():
         raise FileNotFoundError(f"{index}: not found, so {path} is not a complete checkpoint")
     try:
-        entries = json.loads(index.read_text())["files"]
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
-        if absent := _FILES - files.keys():
+        found = read_json(index)
+        entries = found.get("files")
+        if not isinstance(entries, dict):
+            raise ValueError("no files")
+        if "format" not in found and "trainer.pt" in entries:
+            raise OtherVersion(f"{path}: written by an earlier version of mor-kernels, with the optimizer's state in "
+                               "trainer.pt, a pickle, which isn't opened, since that may run what is in it; "
+                               "MoR.from_pretrained reads the model")  # fmt: skip
+        if absent := _FILES - entries.keys():
             raise ValueError(f"no {', '.join(sorted(absent))}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: damaged, expected sizes and hashes of the checkpoint's files ({error!r})") from None
+        check_version(found, _FORMAT, {"format", "files"}, index)
+        if unknown := sorted(entries.keys() - _FILES - {_LOADER}):  # nor is a file anywhere else than in the folder
+            raise ValueError(f"unknown {unknown[0]!r}")
+        for name, entry in entries.items():
+            if not has_form(entry, {"bytes": int, "sha256": str}):
+                raise ValueError(f"no size and hash of {name}")
+    except OtherVersion:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{index}: damaged, expected sizes and hashes of the checkpoint's files ({error})") from None
+    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
     for name, (size, _) in files.items():
         file = path / name
-        if not file.exists():
+        if not file.is_file():
             raise FileNotFoundError(f"{file}: not found, expected a file of {size} bytes")
         if file.stat().st_size != size:
             raise ValueError(f"{file}: damaged, expected {size} bytes, found {file.stat().st_size}")
@@ -94,17 +107,25 @@ def _check_sizes(path: Path) -> dict[str, str]:
 
 
 def _fault(path: Path) -> str | None:
-    """Why a checkpoint is not complete, or None if it is."""
+    """Why a checkpoint is not complete, or None if it is. Raises if it is another version's, not to be passed over."""
     try:
         _check_sizes(path)
+    except OtherVersion:
+        raise
     except (OSError, ValueError) as error:
         return str(error)
     return None
 
 
+def _folders(directory: Path) -> list[Path]:
+    """The folders of a folder that have a checkpoint's name, oldest first."""
+    named = [path for path in directory.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", path.name)]
+    return sorted(filter(Path.is_dir, named), key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def _checkpoints(directory: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if not _fault(path))
+    return [path for path in _folders(directory) if not _fault(path)]
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -115,14 +136,13 @@ def latest(directory: str | Path) -> Path | None:
 
 def incomplete(directory: str | Path) -> dict[Path, str]:
     """The folders `step-*` that `latest` passes over, oldest first, each with what is wrong with it."""
-    folders = sorted(path for path in Path(directory).glob("step-*") if path.is_dir())
-    return {path: fault for path in folders if (fault := _fault(path))}
+    return {path: fault for path in _folders(Path(directory)) if (fault := _fault(path))}
 
 
 def tidy(directory: str | Path, keep: int) -> None:
     """Removes what a crash may have left in `directory`, and all but the last `keep` checkpoints."""
     directory = Path(directory)
-    for leftover in directory.glob(f"{_TEMPORARY}*"):
+    for leftover in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover)
     for old in _checkpoints(directory)[:-keep]:
         _remove(old)
@@ -153,7 +173,7 @@ def _divided(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def save(directory: str | Path, step: int, model: MoR, optimizer: torch.optim.Optimizer, state: dict[str, Any],
-         tensors: dict[str, Any], *, keep: int = 3) -> Path:
+         tensors: dict[str, torch.Tensor], *, keep: int = 3) -> Path:
     """Writes checkpoint `step` into `directory` and returns its folder; then only the last `keep` are left.
 
     `state` is anything JSON can hold, `tensors` a dict of tensors; both come back from `load`. The RNG states of
@@ -169,19 +189,31 @@ def save(directory: str | Path, step: int, model: MoR, optimizer: torch.optim.Op
     if not writes:
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    aside = directory / f"{_TEMPORARY}{path.name}"
+    aside = directory / f"{TEMPORARY}{path.name}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
 
     model.save_pretrained(aside, model_state)
     numpy_state: Any = np.random.get_state()  # a tuple; a dict if it were asked for
     name, keys, *rest = numpy_state
-    rng: dict[str, Any] = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
-    (aside / "trainer.json").write_text(json.dumps({"step": step, "rng": rng, "state": state}))
-    rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    torch.save({"optimizer": optimizer_state, "rng": rng, "tensors": tensors}, aside / "trainer.pt")
+    flat = {f"tensors.{name}": tensor for name, tensor in tensors.items()}
+    flat["rng.torch"] = torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    flat |= {f"rng.cuda.{i}": generator for i, generator in enumerate(on_gpus)}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, entry in optimizer_state["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                flat[f"optimizer.{index}.{key}"] = value
+            else:
+                numbers.setdefault(str(index), {})[key] = value
+    save_file({name: tensor.contiguous() for name, tensor in flat.items()}, aside / "trainer.safetensors")
+    groups = [len(group["params"]) for group in optimizer_state["param_groups"]]
+    rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
+    trainer = {"step": step, "rng": rng, "state": state, "optimizer": {"groups": groups, "numbers": numbers}}
+    (aside / "trainer.json").write_text(json.dumps(trainer))
     files = {file.name: {"bytes": file.stat().st_size, "sha256": file_hash(file)} for file in sorted(aside.iterdir())}
-    (aside / "checkpoint.json").write_text(json.dumps({"files": files}, indent=1))
+    (aside / "checkpoint.json").write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
     for file in [*aside.iterdir(), aside]:
         sync(file)
 
@@ -193,12 +225,15 @@ def save(directory: str | Path, step: int, model: MoR, optimizer: torch.optim.Op
     return path
 
 
-def load(path: str | Path, model: MoR, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def load(path: str | Path, model: MoR, optimizer: torch.optim.Optimizer,
+         check: Callable[[int, dict[str, Any], dict[str, torch.Tensor]], object] | None = None,
+         ) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]]:  # fmt: skip
     """Puts a checkpoint into `model`, `optimizer` and the RNGs; returns (step, state, tensors) as given to `save`.
 
     Raises FileNotFoundError for a missing file and ValueError for a damaged one or for a checkpoint of another model,
-    naming the file, what was expected and what was found. Nothing is changed unless every file has passed. Settings
-    of the optimizer (betas, weight decay, ...) stay those of `optimizer`; only its state comes from the checkpoint.
+    naming the file, what was expected and what was found. Nothing is changed unless every file has passed, and
+    `check`, called with what is returned, has raised nothing. Settings of the optimizer (betas, weight decay, ...) stay
+    those of `optimizer`; only its state comes from the checkpoint.
     """
     path = Path(path)
     for name, digest in _check_sizes(path).items():
@@ -206,36 +241,136 @@ def load(path: str | Path, model: MoR, optimizer: torch.optim.Optimizer) -> tupl
             raise ValueError(f"{path / name}: damaged, expected SHA-256 {digest}, found {found}; remove this folder to "
                              "go on from the one before")
 
-    saved = json.loads((path / "config.json").read_text())
+    file = path / "config.json"
+    try:
+        saved = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a model's JSON configuration, got: {error}") from None
     saved = {name: value for name, value in saved.items() if name not in describe()}
     given = json.loads(json.dumps(model.config.to_dict()))
     differences = [f"{key}: expected {saved.get(key)!r} (checkpoint), got {given.get(key)!r}"
                    for key in sorted(saved.keys() | given.keys()) if saved.get(key) != given.get(key)]
     if differences:
-        raise ValueError(f"{path / 'config.json'}: checkpoint of another model; " + "; ".join(differences))
+        raise ValueError(f"{file}: checkpoint of another model; " + "; ".join(differences))
+    file = path / "model.safetensors"
+    weights = model.checked(read_weights(file), str(file))
 
-    trainer = json.loads((path / "trainer.json").read_text())
-    # Several processes of a machine share the file's pages, of which each copies its part.
-    loaded = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True, mmap=dist.is_initialized())
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, entry in loaded["optimizer"]["state"].items():
-        for key, value in entry.items():
-            if index < len(parameters) and value.shape == parameters[index].shape:  # not a count of steps
-                entry[key] = _divided(value, parameters[index])
-    for saved_group, group in zip(loaded["optimizer"]["param_groups"], optimizer.param_groups):
-        saved_group.update({key: value for key, value in group.items() if key != "params"})
+    trainer, tensors = _read_trainer(path)
+    step, state = trainer["step"], trainer["state"]
+    on_cpu = tensors["rng"].pop("torch")
+    on_gpus = [tensors["rng"][f"cuda.{i}"] for i in range(len(tensors["rng"]))]
+    if len(on_gpus) != torch.cuda.device_count():
+        on_gpus = []
     try:
-        optimizer.load_state_dict(loaded["optimizer"])
-    except ValueError as error:
-        raise ValueError(f"{path / 'trainer.pt'}: optimizer state doesn't fit this optimizer: {error}") from None
-    own = model.state_dict()
-    weights = model.checked(load_file(path / "model.safetensors"), str(path / "model.safetensors"))
-    model.load_state_dict({name: _divided(value, own[name]) for name, value in weights.items()})
+        version, internal, gauss = trainer["rng"]["python"]
+        python, numpy = (version, tuple(internal), gauss), tuple(trainer["rng"]["numpy"])
+        _try_rng(python, numpy, on_cpu, on_gpus)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{path}: damaged, expected states of random number generators, got: {error}") from None
+    optimizer_state = _optimizer_state(path, trainer["optimizer"], tensors["optimizer"], optimizer)
+    if check:
+        check(step, state, tensors["tensors"])
 
-    version, internal, gauss = trainer["rng"]["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(tuple(trainer["rng"]["numpy"]))
-    torch.set_rng_state(loaded["rng"]["torch"])
-    if len(loaded["rng"]["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(loaded["rng"]["cuda"])
-    return trainer["step"], trainer["state"], loaded["tensors"]
+    # From here on nothing is left that could be wrong with a file.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entry in optimizer_state["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                entry[key] = _taken(value, parameters[index])
+    optimizer.load_state_dict(optimizer_state)
+    own = model.state_dict()
+    model.load_state_dict({name: _divided(value, own[name]) for name, value in weights.items()})
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(on_cpu)
+    if on_gpus:
+        torch.cuda.set_rng_state_all(on_gpus)
+    return step, state, {name: tensor.clone() for name, tensor in tensors["tensors"].items()}
+
+
+def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """What trainer.json says, and the tensors of trainer.safetensors by the first part of their names."""
+    file = path / "trainer.json"
+    try:
+        found = read_json(file)
+        if not has_form(found, _TRAINER) or found["step"] < 0:
+            raise ValueError("other fields")
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged, expected what `save` writes ({error})") from None
+    file = path / "trainer.safetensors"
+    tensors: dict[str, dict[str, torch.Tensor]] = {"optimizer": {}, "rng": {}, "tensors": {}}
+    # Several processes of a machine share the file's pages, of which each copies its part.
+    for name, tensor in read_tensors(file).items():
+        kind, _, rest = name.partition(".")
+        if kind not in tensors:
+            raise ValueError(f"{file}: {name}: expected a name that begins with {', '.join(tensors)}")
+        tensors[kind][rest] = tensor
+    wanted = {"torch", *(f"cuda.{i}" for i in range(len(tensors["rng"]) - 1))}
+    if tensors["rng"].keys() != wanted:
+        raise ValueError(f"{file}: expected rng.torch, and rng.cuda.0 and so on, got {sorted(tensors['rng'])[:9]}")
+    return found, tensors
+
+
+def _try_rng(python: Any, numpy: Any, on_cpu: torch.Tensor, on_gpus: list[torch.Tensor]) -> None:
+    """Raises an error of any of several types if these aren't states of random number generators."""
+    version, _, gauss = python
+    if version != 3 or not (gauss is None or isinstance(gauss, float)):
+        raise ValueError(f"python: version {version!r}, {gauss!r}")
+    random.Random().setstate(python)
+    name, keys, place, has_gauss, cached = numpy
+    # NumPy believes what it's told: another place would be one outside of its memory.
+    if not (name == "MT19937" and isinstance(keys, list) and len(keys) == 624 and all(type(k) is int for k in keys)
+            and type(place) is int and 0 <= place <= 624 and has_gauss in (0, 1) and isinstance(cached, float)):
+        raise ValueError(f"numpy: {name!r}, {place!r}, {has_gauss!r}, {cached!r}")
+    np.random.RandomState().set_state(numpy)
+    torch.Generator().set_state(on_cpu)
+    for device, state in enumerate(on_gpus):
+        torch.Generator(f"cuda:{device}").set_state(state)
+
+
+def _optimizer_state(path: Path, told: dict[str, Any], tensors: dict[str, torch.Tensor],
+                     optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # fmt: skip
+    """The optimizer's state dict, its tensors whole and still the file's; raises ValueError if it doesn't fit."""
+    file, fault = path / "trainer.safetensors", "optimizer state doesn't fit this optimizer"
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    if told["groups"] != groups:
+        raise ValueError(f"{path / 'trainer.json'}: {fault}: expected groups of {groups} parameters, got "
+                         f"{str(told['groups'])[:200]}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+
+    def place(index: str, key: str) -> dict[str, Any]:
+        if not (re.fullmatch("0|[1-9][0-9]{0,8}", index) and int(index) < len(parameters) and key):
+            raise ValueError(f"{path}: {fault}: expected a state of one of {len(parameters)} parameters, got "
+                             f"{index}.{key}")
+        return state.setdefault(int(index), {})
+
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        entry, shape = place(index, key), tuple(parameters[int(index)].shape)
+        if tuple(tensor.shape) not in ((), shape) or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ValueError(f"{file}: {fault}: optimizer.{name}: expected a number, or shape {shape}, got "
+                             f"{tensor.dtype} of {tuple(tensor.shape)}")
+        entry[key] = tensor
+    for index, values in told["numbers"].items():
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            entry = place(index, key)
+            if key in entry or not (value is None or isinstance(value, (bool, int, float, str))):
+                raise ValueError(f"{path / 'trainer.json'}: {fault}: {index}.{key}: expected a number of its own, got "
+                                 f"{type(value).__name__}")
+            entry[key] = value
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        for number, entry in state.items():
+            shape = parameters[number].shape
+            for key in _ADAM:
+                if getattr(entry.get(key), "shape", None) != (() if key == "step" else shape):
+                    wanted = f"optimizer.{number}.{key}, {'a number' if key == 'step' else f'of shape {tuple(shape)}'}"
+                    raise ValueError(f"{file}: {fault}: expected {wanted}")
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def _taken(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's state, not the file's any more: in parts, and on its device, if it has its shape."""
+    if value.shape != parameter.shape or not value.dim():
+        return value.clone()
+    return _divided(value, parameter) if hasattr(parameter, "full_tensor") else value.to(parameter.device, copy=True)

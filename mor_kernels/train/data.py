@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .checkpoint import file_hash, write_atomic
+from ..files import OtherVersion, check_version, has_form, read_json, write_atomic
+from .checkpoint import file_hash
 
 SEPARATOR = "<|endoftext|>"
 _OTHER_SEPARATORS = ("<|end_of_text|>", "</s>", "<eos>")  # in tokenizers that other models brought along
@@ -97,7 +98,7 @@ def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise ValueError(f'{file}:{number}: expected a JSON object with a string "text", got {line[:80].strip()}')
@@ -178,12 +179,14 @@ def train_tokenizer(source: Source, vocab_size: int = 8192, *, sample_chars: int
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Opens a tokenizer.json; truncation and padding that it may ask for are switched off."""
     path = Path(path)
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"{path}: tokenizer file not found")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exceptions
         raise ValueError(f"{path}: not a tokenizer.json that the package `tokenizers` can read: {error}") from None
+    if not tokenizer.get_vocab_size():
+        raise ValueError(f"{path}: expected a tokenizer with a vocabulary, got one of no tokens")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -197,7 +200,8 @@ def separator_id(tokenizer: Tokenizer) -> int:
     raise ValueError(f"tokenizer: expected a token {SEPARATOR} or one of {', '.join(_OTHER_SEPARATORS)}, found none")
 
 
-def _vocab_size(tokenizer: Tokenizer) -> int:
+def needed_vocab_size(tokenizer: Tokenizer) -> int:
+    """The rows that a model's embedding needs for all of a tokenizer's tokens."""
     return max(tokenizer.get_vocab().values()) + 1  # not the number of tokens: ids may have gaps
 
 
@@ -234,7 +238,7 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
         content = Path(tokenizer).read_bytes()
         write_atomic(saved, lambda file: file.write(content))
     encoder = load_tokenizer(saved)
-    separator, size = separator_id(encoder), _vocab_size(encoder)
+    separator, size = separator_id(encoder), needed_vocab_size(encoder)
 
     dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
     shards: list[dict] = []
@@ -264,7 +268,8 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
         write_shard(np.concatenate(waiting))
     digest = file_hash(saved)
     meta = {"format": 1, "vocab_size": size, "separator": separator, "dtype": dtype.name, "tokenizer_sha256": digest,
-            "source": str(source), "max_tokens": max_tokens,
+            "source": str(source) if isinstance(source, (str, Path)) else [str(part) for part in source],
+            "max_tokens": max_tokens,
             "given_tokenizer_sha256": None if tokenizer is None else digest, "shards": shards}
     write_atomic(directory / "meta.json", lambda file: file.write(json.dumps(meta, indent=1).encode()))
     return Tokens(directory)
@@ -276,7 +281,10 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, separator: int) -> Itera
 
     def encoded() -> np.ndarray:
         ids: list[int] = []
-        encodings = tokenizer.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
+        try:
+            encodings = tokenizer.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
+        except Exception as error:  # a bare one, as when there is no token for what it doesn't know
+            raise ValueError(f"tokenizer: expected one that can encode the source, got: {error}") from None
         for (_, last), encoding in zip(pieces, encodings):
             ids += encoding.ids
             if last:
@@ -294,6 +302,28 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, separator: int) -> Itera
         yield encoded()
 
 
+_META = {"format": int, "vocab_size": int, "separator": int, "dtype": str, "tokenizer_sha256": str, "shards": list}
+_SHARD = {"file": str, "tokens": int, "bytes": int, "sha256": str}
+
+
+def _read_meta(meta: dict[str, Any], index: Path) -> tuple[list[tuple[Any, ...]], int, int]:
+    """(file, tokens, bytes, SHA-256) of each shard, vocabulary and separator; a ValueError tells what is wrong."""
+    check_version(meta, 1, {*_META, "source", "max_tokens", "given_tokenizer_sha256"}, index)
+    for field, kind in _META.items():
+        if not has_form(meta.get(field), kind):
+            raise ValueError(f"{field} isn't {kind.__name__}")
+    size, separator = meta["vocab_size"], meta["separator"]
+    if not 0 <= separator < size <= 1 << 32 or meta["dtype"] not in ("uint16", "uint32"):
+        raise ValueError("vocab_size, separator or dtype out of range")
+    if not meta["shards"]:
+        raise ValueError("no shards")
+    for number, shard in enumerate(meta["shards"]):
+        # of this name, so that no file is opened elsewhere
+        if not (has_form(shard, _SHARD) and shard["file"] == f"tokens-{number:05d}.npy" and shard["tokens"] > 0):
+            raise ValueError(f"shard {number} isn't {', '.join(_SHARD)} of tokens-{number:05d}.npy")
+    return [tuple(shard[field] for field in _SHARD) for shard in meta["shards"]], size, separator
+
+
 class Tokens:
     """A prepared folder opened as one long sequence: `len(tokens)`, and `tokens[a:b]` as an int64 array.
 
@@ -308,18 +338,16 @@ class Tokens:
             raise FileNotFoundError(f"{index}: not found; the folder was never prepared, or the preparation was "
                                     "interrupted: run `prepare` (again)")
         try:
-            meta = json.loads(index.read_text())
-            keys = ("file", "tokens", "bytes", "sha256")
-            self.shards = [tuple(shard[key] for key in keys) for shard in meta["shards"]]
-            self.vocab_size, self.separator = int(meta["vocab_size"]), int(meta["separator"])
-            dtype, tokenizer_hash = np.dtype(meta["dtype"]), meta["tokenizer_sha256"]
-            if not self.shards:
-                raise ValueError("no shards")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{index}: damaged, expected the index that `prepare` writes ({error!r})") from None
+            meta = read_json(index)
+            self.shards, self.vocab_size, self.separator = _read_meta(meta, index)
+        except OtherVersion:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{index}: damaged, expected the index that `prepare` writes ({error})") from None
+        dtype, tokenizer_hash = np.dtype(meta["dtype"]), meta["tokenizer_sha256"]
 
         self.tokenizer_file = self.directory / "tokenizer.json"
-        if not self.tokenizer_file.exists():
+        if not self.tokenizer_file.is_file():
             raise FileNotFoundError(f"{self.tokenizer_file}: not found, expected the tokenizer of these tokens")
         if (found := file_hash(self.tokenizer_file)) != tokenizer_hash:
             raise ValueError(f"{self.tokenizer_file}: not the tokenizer of these tokens, expected SHA-256 "
@@ -328,14 +356,14 @@ class Tokens:
         self._maps = []
         for name, count, size, _ in self.shards:
             path = self.directory / name
-            if not path.exists():
+            if not path.is_file():
                 raise FileNotFoundError(f"{path}: not found, expected a shard of {count} tokens")
             if (found := path.stat().st_size) != size:
                 raise ValueError(f"{path}: {'truncated' if found < size else 'damaged'}, expected {size} bytes, "
                                  f"found {found}")
-            try:
-                array = np.load(path, mmap_mode="r")
-            except ValueError as error:
+            try:  # not np.load, which opens archives as well
+                array = np.lib.format.open_memmap(path, mode="r")
+            except Exception as error:  # of any type: NumPy has Python parse the header
                 raise ValueError(f"{path}: damaged, expected a .npy file: {error}") from None
             if array.shape != (count,) or array.dtype != dtype:
                 raise ValueError(f"{path}: damaged, expected {count} tokens of {dtype}, found "
@@ -356,10 +384,12 @@ class Tokens:
         self._maps = [np.load(self.directory / name, mmap_mode="r") for name, *_ in self.shards]
 
     def verify(self) -> None:
-        """Reads every shard and raises ValueError if one's checksum has changed."""
-        for name, _, _, digest in self.shards:
+        """Reads every shard and raises ValueError if one's checksum has changed, or a token isn't in the vocabulary."""
+        for (name, _, _, digest), array in zip(self.shards, self._maps):
             if (found := file_hash(self.directory / name)) != digest:
                 raise ValueError(f"{self.directory / name}: damaged, expected SHA-256 {digest}, found {found}")
+            if (most := int(array.max())) >= self.vocab_size:
+                raise ValueError(f"{self.directory / name}: expected tokens below {self.vocab_size}, found {most}")
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises ValueError unless a model of `vocab_size` has a row for every token of this folder's tokenizer."""

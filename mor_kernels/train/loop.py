@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.distributed.nn
 from tqdm import tqdm
 
 from ..doctor import package_version
+from ..files import has_form, parse_json
 from ..model import MoR
 from . import checkpoint
 from .data import Loader, Tokens, unigram_entropy
@@ -461,7 +463,8 @@ class Trainer:
             checkpoint.sync(self.metrics)
         state = {"config": asdict(self.config), "data": self.data, "unigram_entropy": self.unigram_entropy,
                  "names": self.names}
-        tensors = {"window": self.window, "depths": self.depths}
+        window = torch.stack(self.window) if self.window else torch.empty(0, len(self.names), device=self.device)
+        tensors = {"window": window, "depths": self.depths}
         checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, state, tensors, keep=self.config.keep)
         if self.world_size > 1:
             dist.barrier()
@@ -483,16 +486,27 @@ class Trainer:
                                  f"{self.rank}, and another for others")
 
     def _resume(self, path: Path) -> None:
-        step, state, tensors = checkpoint.load(path, self.model, self.optimizer)
-        different = [f"{key}: expected {state['data'][key]} (checkpoint), got {value}"
-                     for key, value in self.data.items() if state["data"][key] != value]
+        step, state, tensors = checkpoint.load(path, self.model, self.optimizer, partial(self._check_resumed, path))
+        self.step, self.unigram_entropy, self.names = step, state["unigram_entropy"], state["names"]
+        self.window = list(tensors["window"].to(self.device))
+        self.depths = tensors["depths"].to(self.device)
+
+    def _check_resumed(self, path: Path, step: int, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError unless the checkpoint is one of this run, before anything of it is taken over."""
+        found = {name: (tensor.dtype, tensor.shape[-1:]) for name, tensor in tensors.items() if tensor.dim()}
+        names = state.get("names")
+        if not (has_form(state, {"config": dict, "data": dict, "unigram_entropy": float, "names": list})
+                and isinstance(names, list) and all(isinstance(name, str) for name in names)
+                and found == {"window": (torch.float32, (len(names),)), "depths": (torch.int64, self.depths.shape)}
+                and [tensors[name].dim() for name in ("window", "depths")] == [2, 1]):  # fmt: skip
+            raise ValueError(f"{path}: expected the state and tensors of a run of this model, got others")
+        data = state["data"]
+        different = [f"{key}: expected {data.get(key)} (checkpoint), got {value}"
+                     for key, value in self.data.items() if data.get(key) != value]
         if different:
             raise ValueError(f"{path}: trained on other data; " + "; ".join(different))
         if step > self.config.steps:
             raise ValueError(f"steps: expected at least {step}, the step of {path}, got {self.config.steps}")
-        self.step, self.unigram_entropy, self.names = step, state["unigram_entropy"], state["names"]
-        self.window = [row.to(self.device) for row in tensors["window"]]
-        self.depths = tensors["depths"].to(self.device)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.rank == 0:
@@ -534,15 +548,29 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:  # a line that a crash cut short
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
+    lines: list[dict[str, Any]] = []
+    if not path.is_file():
+        return lines
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = parse_json(text)
+            except ValueError:  # a line that a crash cut short
+                continue
+            if isinstance(line, dict) and "step" in line and all(_is_metric(*item) for item in line.items()):
+                lines.append(line)
     return lines
+
+
+def _is_metric(name: str, value: object) -> bool:
+    """Whether it is what `Trainer` writes by this name."""
+    if name == "step":
+        return type(value) is int and 0 <= value < 1 << 53
+    if name in ("device", "torch", "triton"):
+        return value is None or isinstance(value, str)
+    if name == "kept" or "depth_mix" in name:
+        return isinstance(value, list) and all(_is_a("float", number) for number in value)
+    return _is_a("float", value)
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -555,7 +583,7 @@ def plot_curves(metrics: str | Path, image: str | Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
 
     lines = _read_metrics(Path(metrics))
-    logged = [line for line in lines if "loss" in line]
+    logged = [line for line in lines if {"loss", "depth_mix", "learning_rate"} <= line.keys()]
     steps = [line["step"] for line in logged]
     figure = Figure(figsize=(8, 9), layout="constrained")
     loss, depth, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
@@ -570,8 +598,8 @@ def plot_curves(metrics: str | Path, image: str | Path) -> None:
     loss.set_ylabel("loss (nats)")
     loss.legend()
     if logged:
-        depth.stackplot(steps, *zip(*(line["depth_mix"] for line in logged)),
-                        labels=[f"depth {r + 1}" for r in range(len(logged[0]["depth_mix"]))])
+        shares = list(zip(*(line["depth_mix"] for line in logged)))
+        depth.stackplot(steps, *shares, labels=[f"depth {r + 1}" for r in range(len(shares))])
         depth.legend(loc="lower right")
         rate.plot(steps, [line["learning_rate"] for line in logged])
     depth.set_ylabel("share of tokens")

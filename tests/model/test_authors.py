@@ -253,12 +253,10 @@ class Theirs:
         return out, depth, (raw, probs)
 
     def save(self, folder, form):
-        """As their runs do: "bin" with the copies as one storage, "copies" in a safetensors file, "one" of each."""
+        """As their runs do: the "copies" in a safetensors file, or "one" of each in several."""
         (folder / "config.json").write_text(json.dumps({**self.llama, "architectures": ["MoRLlamaForCausalLM"]}))
         (folder / "run.yaml").write_text(json.dumps(self.cfg))  # YAML, since JSON is
         state = self.state
-        if form == "bin":
-            return torch.save(state, folder / "pytorch_model.bin")
         if form == "one":  # as safetensors files are written by transformers, in shards with an index
             state = dict({id(t): (name, t) for name, t in state.items()}.values())
             names = sorted(state)
@@ -301,7 +299,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_computes_the_same(tmp_path, case):
     theirs = Theirs(CASES[case], seed=2)
-    theirs.save(tmp_path, ("bin", "copies", "one")[list(CASES).index(case) % 3])
+    theirs.save(tmp_path, ("copies", "one")[list(CASES).index(case) % 2])
     model = MoR.from_authors(tmp_path)
     assert model.embed_tokens.weight.dtype == torch.float64 and model.config.max_position_embeddings == 32
     ids = torch.randint(19, (3, 10), generator=torch.Generator().manual_seed(1))
@@ -427,9 +425,9 @@ def test_errors_name_the_tensor(tmp_path):
         authors_config(theirs.cfg)
     with pytest.raises(ValueError, match="expected the one YAML file of its training configuration"):
         authors_config(tmp_path)
-    theirs.save(tmp_path, "bin")
-    (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(FileNotFoundError, match="files or pytorch_model.bin, found none"):
+    theirs.save(tmp_path, "copies")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"safetensors files, found \*.bin files only, pickles, .*python -c"):
         MoR.from_authors(tmp_path)
     (tmp_path / "run.yaml").write_text("a: [")
     with pytest.raises(ValueError, match="run.yaml: expected a configuration, got"):
@@ -438,7 +436,7 @@ def test_errors_name_the_tensor(tmp_path):
 
 def test_without_pyyaml_a_file_may_be_json(tmp_path, monkeypatch):
     theirs = Theirs(CASES["token"])
-    theirs.save(tmp_path, "bin")
+    theirs.save(tmp_path, "copies")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ImportError, match="run.yaml: expected PyYAML to read it"):
         authors_config(tmp_path)
@@ -454,7 +452,7 @@ def test_the_commands_read_such_a_folder(tmp_path, capsys):
     theirs = Theirs(CASES["expert"])
     theirs.state["model.embed_tokens.weight"] = theirs.state["lm_head.weight"] = theirs.draw(300, 12)
     theirs.llama["vocab_size"] = 300
-    theirs.save(tmp_path, "bin")
+    theirs.save(tmp_path, "copies")
     train_tokenizer(text, 300).save(str(tmp_path / "tokenizer.json"))
     assert is_authors(tmp_path)
     assert main(["depth", str(tmp_path), "The fox", "--color", "never"]) == 0

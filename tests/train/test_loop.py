@@ -130,7 +130,7 @@ def test_resuming_with_other_data_or_model(make_model, make_config, tmp_path):
 def test_damaged_checkpoints_are_named_on_resuming(make_model, make_config, tmp_path, recwarn):
     config = make_config(checkpoint_every=2)
     whole = train(make_model(**EXPERT), config)
-    (whole.checkpoints / "step-00000008" / "trainer.pt").unlink()
+    (whole.checkpoints / "step-00000008" / "trainer.safetensors").unlink()
     (whole.checkpoints / "step-00000006" / "checkpoint.json").write_text("{")
     (whole.checkpoints / ".tmp-step-00000010").mkdir()
     with pytest.warns(UserWarning) as caught:
@@ -138,7 +138,7 @@ def test_damaged_checkpoints_are_named_on_resuming(make_model, make_config, tmp_
     assert resumed.step == 4 and not (whole.checkpoints / ".tmp-step-00000010").exists()
     assert [re.sub(".*/step", "step", str(w.message).partition(": ")[0]) for w in caught] == [
         "step-00000006", "step-00000008"]
-    assert re.search("going on from step-00000004: .*trainer.pt: not found", str(caught[1].message))
+    assert re.search("going on from step-00000004: .*trainer.safetensors: not found", str(caught[1].message))
     resumed.run()
     assert_same_state(whole, resumed)
     train(make_model(**EXPERT), config)  # they have been replaced; nothing to warn of
