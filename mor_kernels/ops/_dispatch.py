@@ -61,15 +61,22 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
                 stack.enter_context(torch.autocast(device.type, enabled=False))
             if device.type == "cuda" and device.index != torch.cuda.current_device():  # where kernels are launched
                 stack.enter_context(torch.cuda.device(device))
-            return _contiguous(backends[backend](*arguments))
+            results = _contiguous(backends[backend](*arguments))
+        if backend != "eager":  # PyTorch doesn't see a kernel's writes
+            for tensor in (arguments[i] for i in written):
+                if tensor is not None:
+                    torch.autograd.graph.increment_version(tensor)
+        return results
 
     def run_fake(*args: Any) -> Any:
         return fake(*args[:-1])
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(getattr(torch.ops, NAMESPACE), name)
+    written = [i for i, a in enumerate(op.default._schema.arguments) if a.alias_info and a.alias_info.is_write]
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", run_fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name)
+    return op
 
 
 def _contiguous(

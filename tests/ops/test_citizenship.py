@@ -253,6 +253,18 @@ def test_opcheck_of_serving(monkeypatch, device, backend):
 
 
 @targets("take_pages_")
+def test_writes_are_counted(monkeypatch, device, backend):
+    """Or autograd wouldn't know that what it saved has changed."""
+    monkeypatch.setattr(_dispatch, "_default_backend", backend)
+    inputs, rows = served(device), torch.tensor([1, -1, 0], device=device)
+    written = [*inputs[3:5], *inputs[-1]]
+    before = [t._version for t in written]
+    serve(*inputs, rows, rows + 1)
+    ops.free_pages_(inputs[-1], rows)
+    assert all(t._version > version for t, version in zip(written, before))
+
+
+@targets("take_pages_")
 def test_serving_compiles_whole_and_once(monkeypatch, device, backend):
     """Ten passes of any lanes, over the ends of pages and until there are none left."""
     monkeypatch.setattr(_dispatch, "_default_backend", backend)

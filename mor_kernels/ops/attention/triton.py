@@ -523,8 +523,9 @@ class _Call(Sizes):
         d_fresh = [None if t is None else torch.zeros_like(t) for t in fresh]  # of those that take no key's place
         inputs = self.inputs()
         rows = (1 if self.packed else self.batch) * self.pitch * ALIGN.value
-        # zeros, since tiles go past the last query: q and d_out are taken for zeros there, statistics are not masked
-        statistics = lse.new_empty(rows, dtype=torch.int32), lse.new_zeros(2 * self.heads * rows)
+        # zeros, since tiles go past the last query: q and d_out are taken for zeros there, these are not masked
+        lasts, statistics = lse.new_zeros((1 + 2 * self.heads) * rows).split((rows, 2 * self.heads * rows))
+        statistics = lasts.view(torch.int32), statistics
         self.launch(
             _backward_q, self.settings.backward_q,
             d_out, d_lse, *inputs, self.positions, *self.ends, out, lse, d_q, *statistics, self.scale,

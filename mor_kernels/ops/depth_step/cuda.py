@@ -11,8 +11,6 @@ from .._cuda import ACTIVATIONS, RESIDUALS, launch
 def depth_step(
     x, update, logits, recursions, weight, last, replayed, aux_weight, activation, alpha, temperature, residual
 ):
-    for written in (x, logits):  # PyTorch doesn't see a kernel's writes
-        torch.autograd.graph.increment_version(written)
     n, width = x.shape
     goes_on = torch.empty(n, dtype=torch.bool, device=x.device)
     if n:

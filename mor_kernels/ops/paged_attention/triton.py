@@ -109,7 +109,8 @@ def _schedule(
             ((r.to(tl.int64) + 1) * done // ranges).to(tl.int32),
         )
         entry = schedule + parts * FIELDS + counters + r * ENTRY
-        line = tl.load(schedule + begin[:, None] * FIELDS + field, mask=(begin < end)[:, None], other=0)
+        some = (r < ranges) & (begin < end)
+        line = tl.load(schedule + begin[:, None] * FIELDS + field, mask=some[:, None], other=0)
         tl.store(entry[:, None] + field, line, mask=(r < ranges)[:, None])
         tl.store(entry + FIELDS, begin, mask=r < ranges)
         tl.store(entry + FIELDS + 1, end - begin, mask=r < ranges)

@@ -23,7 +23,6 @@ def scatter_back(x, update, indices, gates, residual):
 
 
 def scatter_back_in_place(x, update, indices, gates, residual):
-    torch.autograd.graph.increment_version(x)  # PyTorch doesn't see a kernel's writes
     if x.numel() and update.numel():
         _launch(x, update, *contiguous(indices), None, *contiguous(gates), x, residual)
 
