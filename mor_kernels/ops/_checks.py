@@ -31,7 +31,8 @@ def tensor(
     number of them), of one of ``dtypes``, on the device of ``like``."""
     if not isinstance(value, torch.Tensor):
         fail(op, argument, "a tensor", type(value).__name__)
-    if value.layout != torch.strided or value.is_nested:
+    # Dynamo, which knows dense tensors alone, doesn't trace these questions in a backward pass
+    if not torch.compiler.is_compiling() and (value.layout != torch.strided or value.is_nested):
         fail(op, argument, "a dense tensor", "a nested one" if value.is_nested else value.layout)
     named = tuple(n for n in shape if n != "...")
     sizes = tuple(value.shape)

@@ -52,7 +52,7 @@ MORE = {
     "attention_fresh": (
         lambda q, k, v, a, b, p, n, m: ops.attention(q, k, v, q_positions=p, k_fresh=a, v_fresh=b, q_lens=n, k_lens=m),
         [(2, 3, 6, 4), (2, 5, 2, 4), (2, 5, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)],
-        [torch.tensor([[0, 2, 4], [1, 2, 3]]), torch.tensor([3, 2]), LENS],
+        [torch.tensor([[0, 2, 4], [1, 2, 3]]), torch.tensor([3, 2]), torch.tensor([5, 4])],
     ),
     "attention_varlen_fresh": (
         lambda q, k, v, a, b, i, j, p: ops.attention_varlen(
