@@ -15,7 +15,7 @@ from .ops import _dispatch
 
 PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "datasets", "flash-attn-4",
             "transformers", "accelerate", "lm-eval", "fastapi", "uvicorn")  # fmt: skip
-VARIABLES = ("MOR_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = ("MOR_BACKEND", "MOR_DEBUG", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 
 def report() -> dict:

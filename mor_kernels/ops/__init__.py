@@ -3,11 +3,11 @@
 Each compiles with ``torch.compile(fullgraph=True)`` and never waits for the device. Gradients are first derivatives of
 reverse mode; to differentiate them again, forward mode and the transforms of ``torch.func`` are refused. A
 ``ValueError`` names the argument that doesn't fit, what was expected and what came; on the CPU the values of indices
-are looked at too. ``backend=`` ("eager", "triton", "cuda", and of attention "hopper", "cudnn" and "fa4"), or the
-environment variable ``MOR_BACKEND``, names a backend, which is then used, or refused with a ``RuntimeError``.
-``router_bias_update`` and the metrics are made of PyTorch's own operators and have no backends. By default a GPU gets
-Triton's or the CUDA kernels, whichever were measured to be faster, or a library that was; float64, and tensors on the
-CPU, get plain PyTorch.
+are looked at too, and with ``MOR_DEBUG=1`` in the environment on a GPU, which is then waited for. ``backend=``
+("eager", "triton", "cuda", and of attention "hopper", "cudnn" and "fa4"), or the environment variable ``MOR_BACKEND``,
+names a backend, which is then used, or refused with a ``RuntimeError``. ``router_bias_update`` and the metrics are made
+of PyTorch's own operators and have no backends. By default a GPU gets Triton's or the CUDA kernels, whichever were
+measured to be faster, or a library that was; float64, and tensors on the CPU, get plain PyTorch.
 """
 
 from .advance import Entering, Lanes, Leaving, advance_, enter_, leave

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import NoReturn, TypeVar
 
 import torch
+
+from ._indices import candidate_positions, find
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
@@ -28,6 +31,9 @@ def tensor(
     number of them), of one of ``dtypes``, on the device of ``like``."""
     if not isinstance(value, torch.Tensor):
         fail(op, argument, "a tensor", type(value).__name__)
+    # Dynamo, which knows dense tensors alone, doesn't trace these questions in a backward pass
+    if not torch.compiler.is_compiling() and (value.layout != torch.strided or value.is_nested):
+        fail(op, argument, "a dense tensor", "a nested one" if value.is_nested else value.layout)
     named = tuple(n for n in shape if n != "...")
     sizes = tuple(value.shape)
     if len(named) < len(shape):
@@ -65,26 +71,117 @@ def whole(op: str, argument: str, value: object, least: int = 0) -> None:
         fail(op, argument, f"a whole number of at least {least}", value)
 
 
-# On the CPU the values of index tensors are looked at as well, since that waits for nothing there. On another device a
-# negative index means "none", and one too large may or may not be told by PyTorch.
+def choice(op: str, argument: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        fail(op, argument, " or ".join(map(repr, allowed)), repr(value))
 
 
-def indices(op: str, argument: str, values: torch.Tensor | None, limit: int) -> None:
-    """``values`` are in -1..limit - 1."""
-    if values is not None and values.device.type == "cpu" and values.numel():
+def written(op: str, **tensors: torch.Tensor) -> None:
+    """The tensors, which are written in place, are not expanded."""
+    for argument, t in tensors.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride())):
+            found = f"an expanded tensor, strides {t.stride()}"
+            fail(op, argument, "elements with a place in memory each", found)
+
+
+# What follows looks at values and addresses, and is for the function ``check=`` of an op, see ``_dispatch.define``.
+
+DEBUG = os.environ.get("MOR_DEBUG", "0") not in ("", "0")
+
+
+def looked_at(backend: str, device: torch.device) -> bool:
+    """Whether values are: by eager on the CPU, where that waits for nothing; in debug mode by all backends on every
+    device, but not while a CUDA graph is captured."""
+    if not DEBUG:
+        return backend == "eager" and device.type == "cpu"
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def indices(op: str, argument: str, values: torch.Tensor | None, limit: int, least: int = -1) -> None:
+    """``values`` are in ``least``..limit - 1."""
+    if values is not None and values.numel():
         low, high = (int(bound) for bound in values.aminmax())
-        if low < -1 or high >= limit:
-            fail(op, argument, f"values of at least -1 and at most {limit - 1}", low if low < -1 else high)
+        if low < least or high >= limit:
+            fail(op, argument, f"values of at least {least} and at most {limit - 1}", low if low < least else high)
+
+
+def distinct(op: str, argument: str, values: torch.Tensor, what: str = "index") -> None:
+    """No number from 0 on comes twice in a row (..., n) of ``values``."""
+    ordered = values.sort(-1).values
+    twice = ordered[..., 1:][(ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)]
+    if len(twice):
+        found = values.tolist() if values.numel() < 9 else f"{int(twice[0])} more than once"
+        fail(op, argument, f"each {what} at most once", found)
+
+
+def ascending(op: str, argument: str, positions: torch.Tensor) -> None:
+    """Rows (B, n) of positions ascend, and end with -1 as often as need be."""
+    end = torch.iinfo(positions.dtype).max
+    ends = torch.where(positions >= 0, positions, end)
+    if not ((ends.diff(dim=1) > 0) | (ends[:, 1:] == end)).all():
+        fail(op, argument, "ascending positions, then -1", "others")
+
+
+def candidates(op: str, positions: torch.Tensor | None, length: int) -> None:
+    """Positions (B, C) of a sequence of ``length``, ascending."""
+    if positions is not None:
+        indices(op, "candidates", positions, length)
+        ascending(op, "candidates", positions)
+
+
+def kept(
+    op: str,
+    argument: str,
+    positions: torch.Tensor,
+    scored: int,
+    candidates: torch.Tensor | None,
+    seqlens: torch.Tensor | None,
+) -> None:
+    """Positions (B, k) are some of the candidates, ascending."""
+    index, valid = candidate_positions(len(positions), scored, candidates, seqlens, positions.device)
+    if not ((find(positions, candidates, index, valid) < scored) | (positions == -1)).all():
+        fail(op, argument, "candidates of their own sequence, or -1", "others")
+    ascending(op, argument, positions)
 
 
 def offsets(op: str, argument: str, cu_seqlens: torch.Tensor, total: int) -> None:
     """``cu_seqlens`` begins with 0, ascends, and ends at no more than ``total``."""
-    if cu_seqlens.device.type == "cpu":
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values != sorted(values) or values[-1] > total:
-            fail(op, argument, f"0 first, then ascending to at most {total}", values if len(values) < 9 else "others")
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values != sorted(values) or values[-1] > total:
+        fail(op, argument, f"0 first, then ascending to at most {total}", values if len(values) < 9 else "others")
 
 
-def choice(op: str, argument: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        fail(op, argument, " or ".join(map(repr, allowed)), repr(value))
+def apart(op: str, results: dict[str, torch.Tensor], **inputs: torch.Tensor | None) -> None:
+    """``results``, which are written in place, share memory neither with each other nor with ``inputs``; nor do two
+    elements of one of them."""
+    for argument, t in results.items():
+        least = 1
+        for stride, size in sorted(zip(t.stride(), t.shape)):
+            if size > 1 and stride < least:
+                fail(op, argument, "elements with a place in memory each", f"strides {t.stride()}")
+            least += (size - 1) * stride
+    names = list(results)
+    for i, name in enumerate(names):
+        for argument, other in [*((n, results[n]) for n in names[i + 1 :]), *inputs.items()]:
+            if other is not None and _meet(results[name], other):
+                fail(op, argument, f"memory that {name} has no part of", "a tensor that shares some")
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors share memory, unless their addresses tell, or those modulo a stride as of views side by side."""
+    if 0 in (a.numel(), b.numel()):
+        return False
+    between = b.data_ptr() - a.data_ptr()
+    dims = [[(n, s * t.element_size()) for n, s in zip(t.shape, t.stride()) if n > 1] for t in (a, b)]
+
+    def span(t: int, below: float) -> int:
+        return sum((n - 1) * s for n, s in dims[t] if s < below) + (a, b)[t].element_size()
+
+    if between >= span(0, float("inf")) or -between >= span(1, float("inf")):
+        return False
+    strides = {s for _, s in dims[0] + dims[1] if s}
+    for stride in strides:
+        if all(s % stride == 0 for s in strides if s >= stride):
+            if span(0, stride) <= between % stride <= stride - span(1, stride):
+                return False
+    return True

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import _checks
 from ._measured import in_order
 
 BACKENDS = ("eager", "triton", "cuda")
@@ -38,11 +39,19 @@ _choices: dict[str, Callable] = {}
 _default_backend = os.environ.get("MOR_BACKEND") or "auto"
 
 
-def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **backends: Callable) -> Callable:
+def define(
+    schema: str,
+    *,
+    fake: Callable,
+    check: Callable = lambda *_: None,
+    choose: Callable = lambda *_: (),
+    **backends: Callable,
+) -> Callable:
     """Declare ``mor_kernels::<schema>`` and return the callable op.
 
     ``schema`` ends with ``str backend``; ``fake`` and every backend's function take the arguments before it, and so
-    does ``choose``, which names the specialists that are faster than Triton for them on this GPU, the fastest first.
+    do ``choose``, which names the specialists that are faster than Triton for them on this GPU, the fastest first, and
+    ``check``, which raises a ``ValueError`` for values that don't fit, where these are looked at.
     """
     name = schema.partition("(")[0]
     _implementations[name] = backends
@@ -56,6 +65,8 @@ def define(schema: str, *, fake: Callable, choose: Callable = lambda *_: (), **b
             backend = _best(name, tensors, arguments)
         elif reason := _refusal(name, backend, tensors) or _unfit(name, backend, arguments):
             raise RuntimeError(f"{name}: backend={backend!r} is not available: {reason}")
+        if _checks.looked_at(backend, device):
+            check(*arguments)
         with contextlib.ExitStack() as stack:
             if torch.is_autocast_enabled(device.type):  # an implementation chooses its own precision
                 stack.enter_context(torch.autocast(device.type, enabled=False))

@@ -29,3 +29,16 @@ def locate(indices: torch.Tensor, candidates: torch.Tensor | None, scored: int) 
     end = torch.iinfo(torch.int64).max  # -1 stands at the end of a row
     ascending, wanted = (torch.where(t >= 0, t, end).contiguous() for t in (candidates, indices))
     return torch.where(indices >= 0, torch.searchsorted(ascending, wanted), scored)
+
+
+def find(
+    indices: torch.Tensor, candidates: torch.Tensor | None, position: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """As :func:`locate`, but ``scored`` for what is none of the candidates, whose positions and validity are given."""
+    scored = position.shape[1]
+    if not scored:
+        return torch.zeros_like(indices)
+    local = locate(indices, candidates, scored)
+    inside = local.clamp(max=scored - 1)
+    found = (local < scored) & (position.gather(1, inside) == indices) & valid.gather(1, inside)
+    return torch.where(found, local, scored)

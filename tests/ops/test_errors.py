@@ -190,7 +190,7 @@ BAD = [
         "paged_attention: cu_seqlens_q: expected where the queries of each lane begin, for 3 of 1 lanes",
     ),
     (lambda: attend(q=Q[0], cu_seqlens_q=CU * 2), "paged_attention: cu_seqlens_q: expected 0 first, .* at most 3, got"),
-    (lambda: attend(page_table=TABLE - 1), "kv_lookup: page_table: expected pages in 0..2"),
+    (lambda: attend(page_table=TABLE - 1), "paged_attention: page_table: expected pages in 0..2"),
     (lambda: attend(schedule=TABLE[0]), r"paged_attention: schedule: expected \d+ numbers, .* returns .*, got 1"),
     (
         lambda: ops.attention_schedule(CU, 5, 2, 2),

@@ -40,13 +40,20 @@ def _fake(chosen: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     return (*(torch.empty_like(chosen) for _ in range(4)), torch.empty_like(chosen, dtype=torch.int32))
 
 
-_advance = define(_schema(), fake=_fake, eager=eager.advance, triton=deferred(f"{__name__}.triton", "advance"))
+_advance = define(
+    _schema(),
+    fake=_fake,
+    check=eager.check,
+    eager=eager.advance,
+    triton=deferred(f"{__name__}.triton", "advance"),
+)
 
 
 _enter = define(
     "enter_(Tensor(a!) x, Tensor new, Tensor lanes, Tensor(b!)? logits, Tensor? weight, float temperature, "
     "str backend) -> ()",
     fake=lambda *_: None,
+    check=eager.check_enter,
     eager=eager.enter,
     triton=deferred(f"{__name__}.triton", "enter"),
 )
@@ -243,13 +250,16 @@ def enter_(
     _checks.tensor(op, "x", x, ("n", "D"))
     _checks.tensor(op, "new", new, ("m", x.shape[1]), (x.dtype,), x)
     _checks.tensor(op, "lanes", lanes, (new.shape[0],), (torch.int64,), x)
+    _checks.written(op, x=x)
     if x.shape[1] > 1 and x.stride(1) != 1:
         _checks.fail(op, "x", "rows of elements side by side", f"strides {x.stride()}")
     if (logits is None) != (weight is None):
-        _checks.fail(op, "weight", "a router where logits are given, and none where they aren't", weight)
+        expected = "a router where logits are given, and none where they aren't"
+        _checks.fail(op, "weight", expected, "a tensor" if logits is None else "None")
     if logits is not None:
         _checks.tensor(op, "logits", logits, (x.shape[0],), (wide(x.dtype),), x)
+        _checks.written(op, logits=logits)
         _checks.tensor(op, "weight", weight, (x.shape[1],), like=x)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, new, weight)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, new, logits, weight)):
         raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")
     _enter(x, new, lanes, logits, weight, float(temperature), resolve(op, backend, x))

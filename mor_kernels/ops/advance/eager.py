@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
+from ..pages.eager import check_state
 from ..pages.eager import free as give
 from ._fields import FIELDS, NOTHING
 
@@ -35,6 +36,21 @@ def _placed(values, at, size, missing):
     longer = values.new_full((size + 1,), missing)
     longer[torch.where(at >= 0, at, size)] = values
     return longer[:-1]
+
+
+def check(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
+    op, (block, ends), (recursions, _, _) = "advance_", (rest[:5], rest[5:10]), rest[10:]
+    if at is not None:
+        _checks.indices(op, "at", at, chosen.shape[0])
+        _checks.distinct(op, "at", at, "place")
+    state = dict(zip(FIELDS, table[:, : goes_on.shape[0]]))
+    for name, limit in (("recursion", recursions), ("row", block[0].shape[0]), ("line", table.shape[1])):
+        _checks.indices(op, f"table ({name})", state[name], limit)
+    if int(ticks) < 0:
+        _checks.fail(op, "ticks", "a number of at least 0", int(ticks))
+    check_state(op, *block)
+    if ends[0] is not None:
+        check_state(op, *ends)
 
 
 def advance(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
@@ -117,9 +133,15 @@ def _take(pages, rows, mask, page_size):
     return torch.where(there, page.long() * page_size + length % page_size, -1)
 
 
+def check_enter(x, new, lanes, logits, weight, temperature):
+    _checks.indices("enter_", "lanes", lanes, x.shape[0])
+    _checks.distinct("enter_", "lanes", lanes, "lane")
+    results = {"x": x} if logits is None else {"x": x, "logits": logits}
+    _checks.apart("enter_", results, new=new, lanes=lanes, weight=weight)
+
+
 def enter(x, new, lanes, logits, weight, temperature):
     n = x.shape[0]
-    _checks.indices("enter_", "lanes", lanes, n)
     if not n or not len(lanes):
         return
     # each lane's row of new, if it has one

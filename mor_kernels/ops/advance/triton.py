@@ -276,7 +276,10 @@ def advance(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
 
 
 @triton.jit
-def _enter(x, new, lanes, logits, weight, stride_x, stride_new, temperature, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _enter(
+    x, new, lanes, logits, weight, stride_x, stride_new, stride_logits, temperature,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.load(lanes + row)
     if lane < 0:
@@ -286,14 +289,15 @@ def _enter(x, new, lanes, logits, weight, stride_x, stride_new, temperature, WID
     tl.store(x + lane * stride_x + d, state, mask=d < WIDTH)
     if logits is not None:
         score = state.to(tl.float32) * tl.load(weight + d, mask=d < WIDTH, other=0).to(tl.float32)
-        tl.store(logits + lane, tl.sum(score) / temperature)
+        tl.store(logits + lane * stride_logits, tl.sum(score) / temperature)
 
 
 def enter(x, new, lanes, logits, weight, temperature):
     n, width = new.shape
     new = new if new.stride(1) == 1 else new.contiguous()
-    if n and width:
+    if n:
         _enter[(n,)](
             x, new, lanes.contiguous(), logits, None if weight is None else weight.contiguous(), x.stride(0),
-            new.stride(0), temperature, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
+            new.stride(0), 0 if logits is None else logits.stride(0), temperature,
+            WIDTH=width, BLOCK=triton.next_power_of_2(max(width, 1)), num_warps=4,
         )  # fmt: skip

@@ -39,6 +39,7 @@ _forward = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? k_fresh, Tensor? v_fresh, Tensor? q_positions, Tensor? q_lens, "
     "Tensor? k_lens, float scale, str backend) -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[0], q.shape[2], q.shape[1])),
+    check=eager.check,
     eager=eager.attention,
     triton=deferred(f"{__name__}.triton", "attention", refuses=_choice.triton_refuses),
     hopper=deferred(f"{__name__}.hopper", "attention", refuses=_choice.hopper_refuses),
@@ -63,6 +64,7 @@ _forward_varlen = define(
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? q_positions, float scale, str backend)"
     " -> (Tensor out, Tensor lse)",
     fake=lambda q, *_: (q.new_empty(q.shape), _lse(q, q.shape[1], q.shape[0])),
+    check=eager.check_varlen,
     eager=eager.attention_varlen,
     triton=deferred(f"{__name__}.triton", "attention_varlen", refuses=_choice.triton_refuses),
     hopper=deferred(f"{__name__}.hopper", "attention_varlen", refuses=_choice.hopper_refuses),

@@ -45,7 +45,8 @@ def _setup(q, k, v, q_positions, q_lens, k_lens):
     k_valid = _valid(keys, last if k_lens is None else torch.minimum(last, k_lens), k)
     q5 = _heads_first(q, dtype, q_valid).reshape(batch, groups, heads // groups, queries, width)
     k5, v5 = (_heads_first(t, dtype, k_valid)[:, :, None] for t in (k, v))
-    return q5, k5, v5, q_positions, k_valid
+    some = ((q_positions >= 0) & k_valid.any(1, keepdim=True))[:, None, None, :, None]
+    return q5, k5, v5, q_positions, k_valid, some
 
 
 def _scores(q5, k5, q_positions, k_valid, rows, scale):
@@ -75,18 +76,25 @@ def _pick(x, slots):
     return longer.gather(1, slots[..., None, None].expand(*slots.shape, *x.shape[2:]))
 
 
+def check(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
+    if k_fresh is not None:
+        slots = _slots(k, q_positions, q_lens)
+        _checks.distinct("attention", "q_positions", torch.where(slots < k.shape[1], slots, -1), "position")
+
+
 def attention(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
     if k_fresh is not None:
         slots = _slots(k, q_positions, q_lens)
         k, v = _replace(k, k_fresh, slots), _replace(v, v_fresh, slots)
     batch, queries, heads, width = q.shape
-    q5, k5, v5, q_positions, k_valid = _setup(q, k, v, q_positions, q_lens, k_lens)
+    q5, k5, v5, q_positions, k_valid, some = _setup(q, k, v, q_positions, q_lens, k_lens)
     out, lse = torch.zeros_like(q5), q5.new_full(q5.shape[:-1], -torch.inf)
     for rows in _blocks(batch, heads, queries, k.shape[1]):
         s = _scores(q5, k5, q_positions, k_valid, rows, scale)
         block_lse = s.logsumexp(-1) if s.shape[-1] else lse[:, :, :, rows]
         lse[:, :, :, rows] = block_lse
-        out[:, :, :, rows] = torch.exp(s - block_lse.clamp(min=torch.finfo(s.dtype).min)[..., None]) @ v5
+        p = torch.exp(s - block_lse[..., None])
+        out[:, :, :, rows] = torch.where(some[:, :, :, rows], p @ v5, 0)  # of what sees nothing p is NaN
     out = out.reshape(batch, heads, queries, width).transpose(1, 2).to(q.dtype)
     return out, lse.reshape(batch, heads, queries)
 
@@ -99,10 +107,10 @@ def attention_backward(d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse, q_posi
         d_q, d_k, d_v, *_ = attention_backward(d_out, d_lse, q, *merged, None, None, *rest)
         return d_q, *(_replace(t, 0, slots) for t in (d_k, d_v)), *(_pick(t, slots) for t in (d_k, d_v))
     batch, queries, heads, width = q.shape
-    q5, k5, v5, q_positions, k_valid = _setup(q, k, v, q_positions, q_lens, k_lens)
+    q5, k5, v5, q_positions, k_valid, some = _setup(q, k, v, q_positions, q_lens, k_lens)
     q_valid = _valid(queries, q_lens, q)
     do5, out5 = (_heads_first(t, q5.dtype, q_valid).reshape(q5.shape) for t in (d_out, out))
-    lse5 = lse.reshape(q5.shape[:-1]).clamp(min=torch.finfo(lse.dtype).min)
+    lse5 = torch.where(some[..., 0], lse.reshape(q5.shape[:-1]), torch.inf)  # so that p is 0 where nothing is seen
     through_norm = -(do5 * out5).sum(-1)
     if d_lse is not None:
         d_lse = d_lse if q_valid is None else torch.where(q_valid[:, None], d_lse, 0)
@@ -112,20 +120,26 @@ def attention_backward(d_out, d_lse, q, k, v, k_fresh, v_fresh, out, lse, q_posi
         p = torch.exp(_scores(q5, k5, q_positions, k_valid, rows, scale) - lse5[:, :, :, rows, None])
         do = do5[:, :, :, rows]
         ds = p * (do @ v5.transpose(-1, -2) + through_norm[:, :, :, rows, None]) * scale
-        dq5[:, :, :, rows] = ds @ k5
+        dq5[:, :, :, rows] = torch.where(some[:, :, :, rows], ds @ k5, 0)
         dk5 += (ds.transpose(-1, -2) @ q5[:, :, :, rows]).sum(2, keepdim=True)
         dv5 += (p.transpose(-1, -2) @ do).sum(2, keepdim=True)
     d_q = dq5.reshape(batch, heads, queries, width).transpose(1, 2)
-    d_k, d_v = (t.squeeze(2).transpose(1, 2) for t in (dk5, dv5))
+    d_k, d_v = (torch.where(k_valid[..., None, None], t.squeeze(2).transpose(1, 2), 0) for t in (dk5, dv5))
     return *(t.to(q.dtype) for t in (d_q, d_k, d_v)), q.new_empty(0), q.new_empty(0)
 
 
-def _lengths(cu_seqlens, max_seqlen, total, name):
-    _checks.offsets("attention_varlen", f"cu_seqlens_{name}", cu_seqlens, total)
-    lens = cu_seqlens.diff()
-    if cu_seqlens.device.type == "cpu" and lens.numel() and int(lens.max()) > max_seqlen:
-        _checks.fail("attention_varlen", f"max_seqlen_{name}", f"at least {int(lens.max())}", max_seqlen)
-    return lens
+def check_varlen(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions, scale):
+    op = "attention_varlen"
+    for name, t, cu_seqlens, longest in (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k)):
+        _checks.offsets(op, f"cu_seqlens_{name}", cu_seqlens, t.shape[0])
+        lens = cu_seqlens.diff()
+        if len(lens) and int(lens.max()) > longest:
+            _checks.fail(op, f"max_seqlen_{name}", f"at least {int(lens.max())}", longest)
+    if k_fresh is not None and len(lens):
+        position = q_positions[: int(cu_seqlens_q[-1])]
+        sequence = torch.repeat_interleave(cu_seqlens_q.diff())
+        there = (position >= 0) & (position < lens[sequence])
+        _checks.distinct(op, "q_positions", torch.where(there, cu_seqlens_k[sequence] + position, -1), "position")
 
 
 def _pad(packed, cu_seqlens, max_seqlen):
@@ -155,8 +169,7 @@ def _unpad_lse(lse, cu_seqlens, total):
 
 
 def _batched(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_positions):
-    q_lens = _lengths(cu_seqlens_q, max_seqlen_q, q.shape[0], "q")
-    k_lens = _lengths(cu_seqlens_k, max_seqlen_k, k.shape[0], "k")
+    q_lens, k_lens = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     if q_positions is not None:
         q_positions = _pad(q_positions, cu_seqlens_q, max_seqlen_q)
     k, v = (_pad(t, cu_seqlens_k, max_seqlen_k) for t in (k, v))

@@ -262,6 +262,7 @@ def _backward_q(
         if first >= shared:
             d_s = tl.where(key[None, :] <= position[:, None], d_s, 0.0)
         acc = tl.dot(d_s.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    acc = tl.where((valid & (position >= 0))[:, None], acc, 0.0)  # a NaN among the keys is in all of them
     written = query < (queries if PACKED else q_rows)
     mask = written[:, None] & (tl.arange(0, BLOCK_D) < WIDTH)[None, :]
     tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=mask)
@@ -354,7 +355,7 @@ def _backward_kv(
     d = tl.arange(0, BLOCK_D)
     at = ((k_start + key) * groups + g)[:, None] * WIDTH + d[None, :]
     written = (key < (keys if PACKED else k_rows))[:, None] & (d < WIDTH)[None, :]
-    some = (key < keys)[:, None]
+    some = (key < seen)[:, None]
     if places is not None:
         place = tl.load(places + k_start + key, mask=key < keys, other=-1)
         fresh = own + _offsets(place, groups * WIDTH, BLOCK_D)

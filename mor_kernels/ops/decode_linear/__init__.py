@@ -103,6 +103,7 @@ _qkv = define(
     "Tensor positions, float theta, Tensor? norm_weight, Tensor? squares, float eps, bool prefetch, str backend) "
     "-> Tensor",
     fake=lambda x, weight, k_cache, v_cache, slots, heads, *_: x.new_empty(x.shape[0], heads, k_cache.shape[3]),
+    check=eager.check_qkv,
     eager=eager.decode_qkv,
     triton=deferred(f"{__name__}.triton", "decode_qkv"),
     cuda=deferred(f"{__name__}.cuda", "decode_qkv", refuses=_refuses_heads),
@@ -254,6 +255,7 @@ def decode_qkv_(
     """
     op = "decode_qkv_"
     check_caches(op, k_cache, v_cache)
+    _checks.written(op, k_cache=k_cache, v_cache=v_cache)
     _checks.tensor(op, "x", x, ("n", "K"), like=k_cache)
     n, width = x.shape
     if not width:

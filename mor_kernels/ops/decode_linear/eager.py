@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from .. import _checks
 from .._numeric import wide
-from ..kv.eager import append_in_place
+from ..kv.eager import append_in_place, check_append
 from ..rms_norm import eager as norm
 from ..swiglu import eager as gates
 
@@ -50,7 +49,11 @@ def decode_linear(x, weight, norm_weight, squares, eps, residual, next_norm_weig
     return for_next_norm(y, next_norm_weight)
 
 
+def check_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, eps, prefetch):
+    read = {"x": x, "weight": weight, "positions": positions, "norm_weight": norm_weight, "squares": squares}
+    check_append("decode_qkv_", k_cache, v_cache, slots, **read)
+
+
 def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, eps, prefetch):
-    _checks.indices("decode_qkv_", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
     q, k, v = as_heads(product(x, weight, norm_weight, squares, eps), heads, k_cache)
     return append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, None, None).to(x.dtype)

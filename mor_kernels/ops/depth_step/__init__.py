@@ -15,6 +15,7 @@ _step = define(
     "Tensor? replayed, Tensor? aux_weight, str activation, float alpha, float temperature, str residual, str backend)"
     " -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape[0], dtype=torch.bool),
+    check=eager.check,
     eager=eager.depth_step,
     triton=deferred(f"{__name__}.triton", "depth_step"),
     cuda=deferred(f"{__name__}.cuda", "depth_step"),
@@ -88,10 +89,7 @@ def depth_step_(
     _checks.choice(op, "residual", residual, RESIDUALS)
     if not temperature >= torch.finfo(torch.float32).tiny:
         _checks.fail(op, "temperature", "a number > 0 in fp32", temperature)
-    for name, written in (("x", x), ("logits", logits)):
-        if any(stride == 0 and size > 1 for size, stride in zip(written.shape, written.stride())):
-            found = f"an expanded tensor, strides {written.stride()}"
-            _checks.fail(op, name, "elements with a place in memory each", found)
+    _checks.written(op, x=x, logits=logits)
     floats = (x, update, logits, weight, aux_weight)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats):
         raise RuntimeError("depth_step_: expected no argument that needs a gradient (serving has none), got one")

@@ -6,11 +6,17 @@ from .. import _checks
 from .._numeric import activate, bounded, wide
 
 
+def check(x, update, logits, recursions, weight, last, replayed, aux_weight, activation, alpha, temperature, residual):
+    op = "depth_step_"
+    _checks.indices(op, "recursions", recursions, weight.shape[0])
+    read = {"update": update, "recursions": recursions, "weight": weight, "last": last, "replayed": replayed}
+    _checks.apart(op, {"x": x, "logits": logits}, **read, aux_weight=aux_weight)
+
+
 def depth_step(
     x, update, logits, recursions, weight, last, replayed, aux_weight, activation, alpha, temperature, residual
 ):
     routers = weight.shape[0]
-    _checks.indices("depth_step_", "recursions", recursions, routers)
     there = (recursions >= 0) & (recursions < routers)
     dtype = wide(torch.promote_types(x.dtype, update.dtype))
     gates = torch.where(logits.isnan(), 0, bounded(alpha * activate(bounded(logits), activation)))

@@ -13,6 +13,7 @@ from . import eager
 _forward = define(
     "gather(Tensor x, Tensor indices, str backend) -> Tensor",
     fake=lambda x, indices: x.new_empty(indices.shape[0], *x.shape[1:]),
+    check=eager.check,
     eager=eager.gather,
     triton=deferred(f"{__name__}.triton", "gather"),
     cuda=deferred(f"{__name__}.cuda", "gather"),

@@ -10,8 +10,12 @@ def _column(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.view(-1, *[1] * (like.dim() - 1))
 
 
-def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def check(x: torch.Tensor, indices: torch.Tensor) -> None:
     _checks.indices("gather", "indices", indices, x.shape[0])
+    _checks.distinct("gather", "indices", indices)
+
+
+def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
     return torch.where(_column(indices >= 0, x), x[indices.clamp(min=0)], 0)

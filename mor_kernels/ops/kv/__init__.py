@@ -48,6 +48,7 @@ def _fake_lookup_backward(
 _append = define(
     "kv_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slots, str backend) -> (Tensor, Tensor)",
     fake=_like_caches,
+    check=lambda k, v, k_cache, v_cache, slots: eager.check_slots("kv_append", k_cache, slots),
     eager=eager.append,
     triton=deferred(f"{__name__}.triton", "append"),
     cuda=deferred(f"{__name__}.cuda", "append"),
@@ -56,6 +57,7 @@ _append_in_place = define(
     "kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? q, "
     "Tensor? positions, float theta, Tensor? k_scale, Tensor? v_scale, str backend) -> Tensor",
     fake=lambda k, v, k_cache, v_cache, slots, q, *_: k.new_empty(0) if q is None else q.new_empty(q.shape),
+    check=eager.check_in_place,
     eager=eager.append_in_place,
     triton=deferred(f"{__name__}.triton", "append_in_place"),
     cuda=deferred(f"{__name__}.cuda", "append_in_place"),
@@ -71,6 +73,7 @@ _lookup = define(
     "kv_lookup(Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor cu_seqlens, SymInt total, str backend)"
     " -> (Tensor, Tensor)",
     fake=_fake_lookup,
+    check=eager.check_lookup,
     eager=eager.lookup,
     triton=deferred(f"{__name__}.triton", "lookup"),
     cuda=deferred(f"{__name__}.cuda", "lookup"),
@@ -253,12 +256,14 @@ def kv_append_(
     """
     op = "kv_append_"
     check_caches(op, k_cache, v_cache, k_scale, v_scale)
+    _checks.written(op, k_cache=k_cache, v_cache=v_cache)
     _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
     if q is not None:
         _checks.tensor(op, "q", q, (k.shape[0], "H", k.shape[2]), like=k)
         if positions is None:
             _checks.fail(op, "positions", "positions, where q goes", "None")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, k_cache, v_cache)):
+    floats = (q, k, v, k_cache, v_cache, k_scale, v_scale)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats):
         raise RuntimeError("kv_append_: expected no argument that needs a gradient (use kv_append), got one")
     named = resolve(op, backend, k_cache, k, q)
     out = _append_in_place(k, v, k_cache, v_cache, slots, q, positions, float(theta), k_scale, v_scale, named)

@@ -17,8 +17,8 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
         if positions is not None:
             positions, code = index_code(positions.contiguous())
         launch(
-            _C.kv_append, q, k, v, slots.contiguous(), positions, out_q if q_heads else None, k_cache, v_cache, k_scale,
-            v_scale, theta, tokens, slots_there, q_heads, heads, width, k_cache.shape[1],
+            _C.kv_append, q, k, v, slots.contiguous(), positions, out_q if q_heads else None, k_cache, v_cache,
+            *contiguous(k_scale, v_scale), theta, tokens, slots_there, q_heads, heads, width, max(k_cache.shape[1], 1),
             (*((0, 0, 0) if q is None else q.stride()), *k.stride(), *v.stride()),
             (*k_cache.stride(), *v_cache.stride()), code, k.dtype, k_cache.dtype,
         )  # fmt: skip

@@ -22,8 +22,22 @@ def stored(x, dtype, scale):
     return x.clamp(-LARGEST, LARGEST).to(torch.float32).to(dtype).view(torch.uint8)
 
 
+def check_slots(op, k_cache, slots):
+    _checks.indices(op, "slots", slots, k_cache.shape[0] * k_cache.shape[1])
+    _checks.distinct(op, "slots", slots, "slot")
+
+
+def check_append(op, k_cache, v_cache, slots, **read):
+    check_slots(op, k_cache, slots)
+    _checks.apart(op, {"k_cache": k_cache, "v_cache": v_cache}, slots=slots, **read)
+
+
+def check_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale, v_scale):
+    read = {"k": k, "v": v, "q": q, "positions": positions, "k_scale": k_scale, "v_scale": v_scale}
+    check_append("kv_append_", k_cache, v_cache, slots, **read)
+
+
 def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale, v_scale):
-    _checks.indices("kv_append_", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
     out_q = k.new_empty(0) if q is None else turned(q, positions, theta).to(q.dtype)
     if 0 in (slots.shape[0], k_cache.shape[0] * k_cache.shape[1]):
         return out_q
@@ -44,7 +58,6 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
 
 
 def append(k, v, k_cache, v_cache, slots):
-    _checks.indices("kv_append", "slots", slots, k_cache.shape[0] * k_cache.shape[1])
     k_cache, v_cache = (t.clone(memory_format=torch.contiguous_format) for t in (k_cache, v_cache))
     append_in_place(k, v, k_cache, v_cache, slots, None, None, 1.0, None, None)
     return k_cache, v_cache
@@ -57,7 +70,7 @@ def append_backward(d_k_cache, d_v_cache, slots):
     for d_cache in (d_k_cache, d_v_cache):
         num_pages, page_size, *rest = d_cache.shape
         d_old = d_cache.new_empty(num_pages * page_size + 1, *rest)  # the last slot takes what -1 brings
-        d_old[:-1] = d_cache.reshape(-1, *rest)
+        d_old[:-1] = d_cache.flatten(0, 1)
         d_old[slots] = 0
         gradients.append(d_old[:-1].view(num_pages, page_size, *rest).clone())
     return tuple(gradients)
@@ -74,25 +87,27 @@ def _flat_slots(page_table, cu_seqlens, total, page_size):
     return torch.where(live, page * page_size + place % page_size, 0), live[:, None, None]
 
 
-def _check_table(page_table, cu_seqlens, total, num_pages, page_size):
-    """On the CPU, say what doesn't fit instead of reading another row's page."""
-    if cu_seqlens.device.type != "cpu" or cu_seqlens.numel() < 2:
-        return
-    if int(cu_seqlens[-1]) > total:
-        _checks.fail("kv_lookup", "total", f"at least cu_seqlens[-1] = {int(cu_seqlens[-1])}", total)
-    _checks.offsets("kv_lookup", "cu_seqlens", cu_seqlens, total)
-    longest, room = int(cu_seqlens.diff().max()), page_table.shape[1] * page_size
-    if longest > room:
-        _checks.fail("kv_lookup", "page_table", f"pages for {longest} tokens a row", f"room for {room}")
-    used = torch.arange(page_table.shape[1], device=page_table.device) * page_size < cu_seqlens.diff()[:, None]
+def check_table(op, page_table, lens, num_pages, page_size):
+    """Rows have the pages that so many tokens need."""
+    used = torch.arange(page_table.shape[1], device=lens.device) * page_size < lens[:, None]
     wrong = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
     if len(wrong):
-        _checks.fail("kv_lookup", "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))
+        _checks.fail(op, "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))
+
+
+def check_lookup(k_cache, v_cache, page_table, cu_seqlens, total):
+    op, (num_pages, page_size) = "kv_lookup", k_cache.shape[:2]
+    if int(cu_seqlens[-1]) > total:
+        _checks.fail(op, "total", f"at least cu_seqlens[-1] = {int(cu_seqlens[-1])}", total)
+    _checks.offsets(op, "cu_seqlens", cu_seqlens, total)
+    lens, room = cu_seqlens.diff(), page_table.shape[1] * page_size
+    if len(lens) and int(lens.max()) > room:
+        _checks.fail(op, "page_table", f"pages for {int(lens.max())} tokens a row", f"room for {room}")
+    check_table(op, page_table, lens, num_pages, page_size)
 
 
 def lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     num_pages, page_size, *rest = k_cache.shape
-    _check_table(page_table, cu_seqlens, total, num_pages, page_size)
     dtype = k_cache.dtype
     if dtype == torch.float8_e4m3fn:  # PyTorch indexes bytes, not float8
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)

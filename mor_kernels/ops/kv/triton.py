@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._layout import contiguous
 from .._triton import cos_sin, frequencies, inverse_of, last_at_most, place, step_of, tile, to_e4m3
 from ._layout import entries_by_page, side_by_side
 
@@ -183,14 +184,15 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
     slots_there = k_cache.shape[0] * k_cache.shape[1]
     if tokens * width * (q_heads + heads * slots_there):
         k_cache, v_cache = _bytes(k_cache, v_cache)
+        slots, positions, k_scale, v_scale = contiguous(slots, positions, k_scale, v_scale)
         half = (width + 1) // 2
         bits = max(half - 1, 1).bit_length()
-        tile_heads = min(triton.next_power_of_2(heads), HEADS)
+        tile_heads = min(triton.next_power_of_2(max(heads, 1)), HEADS)
         size = max(BYTES // k.element_size() // tile_heads >> bits, 1)
         q_shares, shares = triton.cdiv(q_heads, tile_heads), triton.cdiv(heads, tile_heads)
         _append[(triton.cdiv(tokens, size) * (q_shares + 2 * shares),)](
-            q, k, v, slots.contiguous(), None if positions is None else positions.contiguous(), out_q,
-            k_cache, v_cache, k_scale, v_scale, *(step_of(theta, half) if positions is not None else (1.0, 0.0)),
+            q, k, v, slots, positions, out_q, k_cache, v_cache, k_scale, v_scale,
+            *(step_of(theta, half) if positions is not None else (1.0, 0.0)),
             tokens, slots_there, q_shares, shares, q_heads, heads,
             *((0, 0, 0) if q is None else q.stride()), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
             PAGE=k_cache.shape[1], WIDTH=width, HALF=half, BITS=bits, TOKENS=size, HEADS=tile_heads, num_warps=2,

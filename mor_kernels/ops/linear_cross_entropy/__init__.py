@@ -24,6 +24,7 @@ SUMS_IN_FP32 = torch.__version__ >= "2.8"  # of products of halves, see _add_pro
 _cross_entropy = define(
     "cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient, str backend) -> Tensor",
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=wide(logits.dtype)),
+    check=eager.check,
     eager=eager.cross_entropy_,
     triton=deferred(f"{__name__}.triton", "cross_entropy_"),
 )

@@ -4,13 +4,15 @@ from .. import _checks
 from .._numeric import wide
 
 
+def check(logits, targets, gradient):
+    wrong = targets[(targets < 0) & (targets != -100) | (targets >= logits.shape[1])]
+    if len(wrong):
+        expected = f"-100, or values of at least 0 and at most {logits.shape[1] - 1}"
+        _checks.fail("linear_cross_entropy", "targets", expected, int(wrong[0]))
+
+
 def cross_entropy_(logits, targets, gradient):
     """Losses (n,) of logits (n, V), 0 for a negative target; with ``gradient`` the logits become theirs."""
-    if targets.device.type == "cpu":
-        wrong = targets[(targets < 0) & (targets != -100) | (targets >= logits.shape[1])]
-        if len(wrong):
-            expected = f"-100, or values of at least 0 and at most {logits.shape[1] - 1}"
-            _checks.fail("linear_cross_entropy", "targets", expected, int(wrong[0]))
     if not logits.numel():
         return logits.new_zeros(len(logits), dtype=wide(logits.dtype))
     none, at = (targets < 0)[:, None], targets.clamp(min=0)[:, None]

@@ -17,13 +17,16 @@ from .._numeric import wide
 from . import eager
 
 
-def _define(name: str, arguments: str, **saved: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _define(
+    name: str, arguments: str, check: Callable = lambda *_: None, **saved: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
     """A loss is two ops: the value, and its gradient for the first argument. What the latter needs of the former's sums
     are the tensors ``saved``, name -> fake."""
     tensors = ", ".join(f"Tensor {tensor}" for tensor in saved)
     forward = define(
         f"{name}({arguments}, str backend) -> (Tensor loss, {tensors})",
         fake=lambda t, *rest: (t.new_empty((), dtype=wide(t.dtype)), *(fake(t, *rest) for fake in saved.values())),
+        check=check,
         eager=getattr(eager, name),
         triton=deferred(f"{__name__}.triton", name),
     )
@@ -69,12 +72,17 @@ def _fake_balance_slope(probs: torch.Tensor, depths: torch.Tensor, scope: str) -
 _aux = _define(
     "aux_loss",
     "Tensor logits, Tensor kept, Tensor? candidates, Tensor? seqlens",
+    eager.check_aux,
     count=_fake_count,
     slope=_fake_aux_slope,
 )
 _z = _define("z_loss", "Tensor logits, Tensor? valid", count=_fake_count)
 _balance = _define(
-    "balance_loss", "Tensor probs, Tensor depths, str scope", count=_fake_count, slope=_fake_balance_slope
+    "balance_loss",
+    "Tensor probs, Tensor depths, str scope",
+    eager.check_balance,
+    count=_fake_count,
+    slope=_fake_balance_slope,
 )
 
 
@@ -130,9 +138,9 @@ def z_loss(logits: torch.Tensor, *, valid: torch.Tensor | None = None, backend: 
         ValueError: an argument doesn't fit; the message names it.
         RuntimeError: the named backend isn't available.
     """
-    if not isinstance(logits, torch.Tensor) or logits.dim() not in (2, 3):
-        _checks.fail("z_loss", "logits", "shape (B, C) or (B, N, Nr)", getattr(logits, "shape", type(logits).__name__))
-    _checks.tensor("z_loss", "logits", logits, tuple(logits.shape))
+    _checks.tensor("z_loss", "logits", logits, ("...",))
+    if logits.dim() not in (2, 3):
+        _checks.fail("z_loss", "logits", "shape (B, C) or (B, N, Nr)", tuple(logits.shape))
     if logits.dim() == 3 and logits.shape[-1] == 0:
         _checks.fail("z_loss", "logits", "at least one expert", 0)
     if valid is not None:

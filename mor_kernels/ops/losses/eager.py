@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .. import _checks
 from .._indices import candidate_positions, locate
 from .._numeric import bounded, wide
 
@@ -14,6 +15,11 @@ def _targets(logits, kept, candidates, seqlens):
     local = locate(kept, candidates, scored)
     target = torch.zeros(batch, scored + 1, dtype=torch.bool, device=logits.device).scatter_(1, local, True)
     return target[:, :scored], valid
+
+
+def check_aux(logits, kept, candidates, seqlens):
+    _checks.candidates("aux_loss", candidates, torch.iinfo(torch.int64).max)
+    _checks.kept("aux_loss", "kept", kept, logits.shape[1], candidates, seqlens)
 
 
 def aux_loss(logits, kept, candidates, seqlens):
@@ -47,6 +53,10 @@ def z_loss_backward(d_loss, count, logits, valid):
 def _by_group(values, scope):
     """(B, N, ...) as (groups, tokens, ...)."""
     return values.reshape(1, -1, *values.shape[2:]) if scope == "batch" else values
+
+
+def check_balance(probs, depths, scope):
+    _checks.indices("balance_loss", "depths", depths, probs.shape[2] + 1, 0)
 
 
 def balance_loss(probs, depths, scope):

@@ -24,6 +24,7 @@ _schedule = define(
     "attention_schedule(Tensor k_lens, int heads, int groups, SymInt queries, int width, int item_size, "
     "Tensor? rows, Tensor? cu_seqlens_q, bool split, str backend) -> Tensor",
     fake=empty_schedule,
+    check=eager.check_schedule,
     eager=lambda *arguments: empty_schedule(*arguments).zero_(),
     triton=deferred(f"{__name__}.triton", "schedule"),
     cuda=deferred(f"{__name__}.cuda", "schedule"),
@@ -33,6 +34,7 @@ _op = define(
     "Tensor? rows, Tensor? cu_seqlens_q, Tensor? q_positions, Tensor? k_scale, Tensor? v_scale, float scale, "
     "str backend) -> Tensor",
     fake=lambda q, *_: q.new_empty(q.shape),
+    check=eager.check,
     eager=eager.paged_attention,
     triton=deferred(f"{__name__}.triton", "paged_attention"),
     cuda=deferred(f"{__name__}.cuda", "paged_attention", refuses=_too_wide),
@@ -151,19 +153,20 @@ def paged_attention(
     _checks.tensor(op, "q", q, ("n", "H", k_cache.shape[3]), like=k_cache)
     heads, width = q.shape[1:]
     groups = k_cache.shape[2]
-    if width == 0:
-        _checks.fail(op, "q", "a head width of at least 1", 0)
+    if 0 in (heads, width):
+        _checks.fail(op, "q", "at least one head, and a width of at least 1", tuple(q.shape))
     if groups == 0 or heads % groups:
         _checks.fail(op, "k_cache", f"a number of heads that divides the {heads} query heads", groups)
     if torch.promote_types(q.dtype, _kept(k_cache.dtype, q.dtype)) != q.dtype:
         _checks.fail(op, "k_cache", f"the dtype of q, {q.dtype}, or one that fits into it", k_cache.dtype)
     _checks.tensor(op, "page_table", page_table, ("rows", "max_pages"), (torch.int32,), q)
-    lanes = (page_table if rows is None else k_lens).shape[0]
-    _checks.tensor(op, "k_lens", k_lens, (lanes,), (torch.int32,), q)
+    _checks.tensor(op, "k_lens", k_lens, ("R",) if rows is not None else page_table.shape[:1], (torch.int32,), q)
     _check_lanes(op, k_lens, q.shape[0], rows, cu_seqlens_q)
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache)):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k_cache, v_cache, k_scale, v_scale)
+    ):
         raise RuntimeError(f"{op}: expected no argument that needs a gradient (use kv_lookup and attention_varlen)")
     scale = width**-0.5 if softmax_scale is None else float(softmax_scale)
     named = resolve(op, backend, q, k_cache)
@@ -172,10 +175,12 @@ def paged_attention(
         schedule = _schedule(k_lens, heads, groups, q.shape[0], *suited, rows, cu_seqlens_q, True, named)
     else:
         _checks.tensor(op, "schedule", schedule, ("numbers",), (torch.int32,), q)
-        least = schedule_size(most_parts(lanes, heads, groups, q.shape[0], cu_seqlens_q), groups, 1)
+        least = schedule_size(most_parts(k_lens.shape[0], heads, groups, q.shape[0], cu_seqlens_q), groups, 1)
         if schedule.shape[0] < least or (schedule.shape[0] - least) % ENTRY:
             wanted = f"{least} numbers, or more by a multiple of {ENTRY}, as attention_schedule returns for these lanes"
             _checks.fail(op, "schedule", wanted, schedule.shape[0])
+        if not schedule.is_contiguous():
+            _checks.fail(op, "schedule", "a contiguous tensor", f"strides {schedule.stride()}")
     lengths = k_lens, schedule, rows, cu_seqlens_q
     return _op(q, k_cache, v_cache, page_table, *lengths, q_positions, k_scale, v_scale, scale, named)
 

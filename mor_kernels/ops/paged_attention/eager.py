@@ -6,29 +6,37 @@ import torch
 
 from .. import _checks
 from .._numeric import wide
+from ..kv.eager import check_table
 from ._parts import unread
 
 _ops = torch.ops.mor_kernels
 
 
-def _check(q, k_cache, page_table, k_lens, rows, cu_seqlens_q):
-    """On the CPU, say what doesn't fit."""
-    op = "paged_attention"
-    if k_lens.device.type != "cpu":
-        return
-    room = page_table.shape[1] * k_cache.shape[1]
+def check_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
+    op = "paged_attention"  # which makes one itself where none is given
+    if k_lens.numel() and int(k_lens.min()) < 0:
+        _checks.fail(op, "k_lens", "values of at least 0", int(k_lens.min()))
+    if cu_seqlens_q is not None:
+        _checks.offsets(op, "cu_seqlens_q", cu_seqlens_q, queries)
+
+
+def check(q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, *_):
+    op, (num_pages, page_size) = "paged_attention", k_cache.shape[:2]
+    room = page_table.shape[1] * page_size
     if k_lens.numel() and (int(k_lens.min()) < 0 or int(k_lens.max()) > room):
         _checks.fail(op, "k_lens", f"0 to the {room} tokens that the page table has room for", k_lens.tolist())
     if rows is not None:
         _checks.indices(op, "rows", rows, page_table.shape[0])
+        k_lens = torch.where(rows >= 0, k_lens, 0)
+        page_table = torch.nn.functional.pad(page_table, (0, 0, 0, 1), value=-1)[rows]
     if cu_seqlens_q is not None:
         _checks.offsets(op, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    check_table(op, page_table, k_lens, num_pages, page_size)
 
 
 def paged_attention(
     q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q, q_positions, k_scale, v_scale, scale
 ):
-    _check(q, k_cache, page_table, k_lens, rows, cu_seqlens_q)
     if (out := unread(q, k_cache, page_table, k_lens)) is not None:
         return out
     n, lanes, device = q.shape[0], k_lens.shape[0], q.device

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._layout import contiguous
 from .._triton import from_e4m3, has_float8
 from ._parts import ENTRY, FIELDS, WHOLE, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread, wanted
 
@@ -305,7 +306,8 @@ def paged_attention(
     lanes, (page_size, groups) = k_lens.shape[0], k_cache.shape[1:3]
     native = k_cache.dtype == torch.float8_e4m3fn and has_float8()
     q = q if q.stride(2) == 1 else q.contiguous()
-    k_cache, v_cache, page_table = _rowwise(k_cache), _rowwise(v_cache), page_table.contiguous()
+    k_cache, v_cache = _rowwise(k_cache), _rowwise(v_cache)
+    page_table, q_positions, k_scale, v_scale = contiguous(page_table, q_positions, k_scale, v_scale)
     group = heads // groups
     parts = most_parts(lanes, heads, groups, n, cu_seqlens_q)
     block_q = queries_of_a_tile(lanes, group, n, cu_seqlens_q)
@@ -315,9 +317,9 @@ def paged_attention(
     partial = q.new_empty(parts * groups * block_q * group, width + 2, dtype=torch.float32)
     sums, statistics = partial.flatten()[: len(partial) * width], partial.flatten()[len(partial) * width :]
     _forward[(parts * groups,)](
-        q, k_cache, v_cache, page_table, schedule, None if q_positions is None else q_positions.contiguous(),
-        k_scale, v_scale, out, sums, statistics, scale, parts, page_table.shape[1] * page_size, page_table.shape[1],
-        groups, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], GROUP=group, WIDTH=width,
+        q, k_cache, v_cache, page_table, schedule, q_positions, k_scale, v_scale, out, sums, statistics, scale,
+        parts, page_table.shape[1] * page_size, page_table.shape[1], groups,
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], GROUP=group, WIDTH=width,
         BLOCK_D=block_d, PAGE=page_size, BLOCK_Q=block_q, BLOCK_M=max(block_h, 16), BLOCK_N=block_n,
         MERGED=max(min(2048 // (block_h * block_d), 32), 1), BLOCK_H=block_h, FIELDS=FIELDS,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", NATIVE=native,

@@ -39,18 +39,21 @@ _take = define(
     f"take_pages_({_STATE}, Tensor rows, Tensor cu_seqlens, SymInt total, int page_size, str backend)"
     " -> (Tensor slots, Tensor rows, Tensor k_lens, Tensor refused)",
     fake=_fake_take,
+    check=eager.check_take,
     eager=eager.take,
     triton=deferred(f"{__name__}.triton", "take"),
 )
 _commit = define(
     "commit_pages_(Tensor(a!) lengths, Tensor rows, Tensor cu_seqlens, str backend) -> ()",
     fake=lambda *_: None,
+    check=eager.check_commit,
     eager=eager.commit,
     triton=deferred(f"{__name__}.triton", "commit"),
 )
 _free = define(
     f"free_pages_({_STATE}, Tensor rows, str backend) -> ()",
     fake=lambda *_: None,
+    check=eager.check_free,
     eager=eager.free,
     triton=deferred(f"{__name__}.triton", "free"),
 )
@@ -86,7 +89,7 @@ class Taken(NamedTuple):
     refused: torch.Tensor  #: () int64: 0; or the pages that were lacking; or -1 if a row would outgrow its page table
 
 
-def check_pages(op: str, pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> None:
+def check_pages(op: str, pages: Pages, rows: torch.Tensor) -> None:
     _checks.tensor(op, "lengths", pages.lengths, ("rows",), (torch.int64,))
     like = pages.lengths
     _checks.tensor(op, "owned", pages.owned, tuple(like.shape), (torch.int64,), like)
@@ -97,8 +100,6 @@ def check_pages(op: str, pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Ten
         if not state.is_contiguous():
             _checks.fail(op, name, "a contiguous tensor", f"strides {state.stride()}")
     _checks.tensor(op, "rows", rows, ("R",), (torch.int64,), like)
-    if cu_seqlens is not None:
-        _checks.tensor(op, "cu_seqlens", cu_seqlens, (rows.shape[0] + 1,), (torch.int32,), like)
 
 
 def take_pages_(
@@ -132,7 +133,8 @@ def take_pages_(
         RuntimeError: the named backend isn't available.
     """
     op = "take_pages_"
-    check_pages(op, pages, rows, cu_seqlens)
+    check_pages(op, pages, rows)
+    _checks.tensor(op, "cu_seqlens", cu_seqlens, (rows.shape[0] + 1,), (torch.int32,), rows)
     _checks.whole(op, "total", total)
     _checks.whole(op, "page_size", page_size, 1)
     return Taken(*_take(*pages, rows, cu_seqlens, total, page_size, resolve(op, backend, rows)))
@@ -152,7 +154,8 @@ def commit_pages_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *,
         RuntimeError: the named backend isn't available.
     """
     op = "commit_pages_"
-    check_pages(op, pages, rows, cu_seqlens)
+    check_pages(op, pages, rows)
+    _checks.tensor(op, "cu_seqlens", cu_seqlens, (rows.shape[0] + 1,), (torch.int32,), rows)
     _commit(pages.lengths, rows, cu_seqlens, resolve(op, backend, rows))
 
 

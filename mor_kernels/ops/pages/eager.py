@@ -8,12 +8,33 @@ import torch
 from .. import _checks
 
 
-def _check(op, lengths, rows):
+def _check_rows(op, lengths, rows):
     _checks.indices(op, "rows", rows, lengths.shape[0])
-    if rows.device.type == "cpu":
-        real = rows[rows >= 0]
-        if len(real.unique()) < len(real):
-            _checks.fail(op, "rows", "each row at most once", rows.tolist())
+    _checks.distinct(op, "rows", rows, "row")
+
+
+def check_state(op, lengths, owned, page_table, free_pages, free_count):
+    """As many pages as there are, each in one place."""
+    held = page_table[torch.arange(page_table.shape[1], device=owned.device) < owned[:, None]]
+    _checks.indices(op, "owned", owned, page_table.shape[1] + 1, 0)
+    _checks.indices(op, "page_table", held, free_pages.shape[0], 0)
+    _checks.indices(op, "free_count", free_count, free_pages.shape[0] + 1 - held.numel(), 0)
+    _checks.indices(op, "free_pages", free_pages[: int(free_count)], free_pages.shape[0], 0)
+
+
+def check_take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, total, page_size):
+    _check_rows("take_pages_", lengths, rows)
+    _checks.offsets("take_pages_", "cu_seqlens", cu_seqlens, total)
+    check_state("take_pages_", lengths, owned, page_table, free_pages, free_count)
+
+
+def check_commit(lengths, rows, cu_seqlens):
+    _check_rows("commit_pages_", lengths, rows)
+
+
+def check_free(lengths, owned, page_table, free_pages, free_count, rows):
+    _check_rows("free_pages_", lengths, rows)
+    check_state("free_pages_", lengths, owned, page_table, free_pages, free_count)
 
 
 def _by_row(values, rows, count, missing):
@@ -24,8 +45,6 @@ def _by_row(values, rows, count, missing):
 
 
 def take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, total, page_size):
-    _check("take_pages_", lengths, rows)
-    _checks.offsets("take_pages_", "cu_seqlens", cu_seqlens, total)
     device, count = rows.device, lengths.shape[0]
     if rows.shape[0] == 0 or count == 0:
         return rows.new_full((total,), -1), torch.full_like(rows, -1), torch.zeros_like(rows).int(), rows.new_zeros(())
@@ -63,13 +82,11 @@ def take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, t
 
 
 def commit(lengths, rows, cu_seqlens):
-    _check("commit_pages_", lengths, rows)
     if lengths.shape[0]:
         lengths.add_(_by_row(cu_seqlens.diff().long(), rows, lengths.shape[0], 0))
 
 
 def free(lengths, owned, page_table, free_pages, free_count, rows):
-    _check("free_pages_", lengths, rows)
     count, limit = page_table.shape
     if 0 in (rows.shape[0], count, limit, free_pages.shape[0]):
         return

@@ -70,6 +70,7 @@ _forward = define(
     "str activation, float alpha, float temperature, str rank, str backend)"
     " -> (Tensor rows, Tensor indices, Tensor gates, Tensor logits, Tensor counts)",
     fake=_fake,
+    check=eager.check,
     eager=eager.route,
     triton=deferred(f"{__name__}.triton", "route"),
     cuda=deferred(f"{__name__}.cuda", "route"),

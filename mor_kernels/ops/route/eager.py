@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
-from .._indices import candidate_positions, flat_rows, locate
+from .._indices import candidate_positions, find, flat_rows, locate
 from .._numeric import activate, bounded, wide
 from ..gather.eager import gather_backward, gather_batched
 
@@ -17,30 +17,17 @@ def _take(values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return padded.gather(1, torch.where(inside, local, values.shape[1]))
 
 
-def _check_candidates(candidates, length):
-    _checks.indices("route", "candidates", candidates, length)
-    if candidates is not None and candidates.device.type == "cpu" and candidates.shape[1] > 1:
-        ends = torch.where(candidates >= 0, candidates, length)
-        if not ((ends.diff(dim=1) > 0) | (ends[:, 1:] == length)).all():
-            _checks.fail("route", "candidates", "ascending positions, then -1", "others")
-
-
-def _replayed(indices, candidates, position, valid):
-    """A recorded choice and its place among the candidates; what is none of them counts as none (CPU: an error)."""
-    scored = position.shape[1]
-    local = locate(indices, candidates, scored)
-    inside = local.clamp(max=max(scored - 1, 0))
-    found = (local < scored) & (position.gather(1, inside) == indices) & valid.gather(1, inside)
-    if indices.device.type == "cpu" and not (found | (indices == -1)).all():
-        _checks.fail("route", "indices", "candidates of their own sequence, or -1", "others")
-    return torch.where(found, indices, -1), torch.where(found, local, scored)
+def check(x, weight, logits, candidates, seqlens, indices, *_):
+    _checks.candidates("route", candidates, x.shape[1])
+    if indices is not None:
+        scored = x.shape[1] if candidates is None else candidates.shape[1]
+        _checks.kept("route", "indices", indices, scored, candidates, seqlens)
 
 
 def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha, temperature, rank):
     batch, length, width = x.shape
     scored = length if candidates is None else candidates.shape[1]
     position, valid = candidate_positions(batch, scored, candidates, seqlens, x.device)
-    _check_candidates(candidates, length)
     if weight is not None:
         dtype = wide(x.dtype)
         logits = torch.mv(x.flatten(0, 1).to(dtype), weight.to(dtype)).view(batch, length)
@@ -56,7 +43,8 @@ def route(x, weight, logits, candidates, seqlens, indices, k, activation, alpha,
         local = torch.where(kept, order[:, :k], scored).sort(dim=-1).values
         indices = torch.where(local < scored, position.gather(1, local.clamp(max=max(scored - 1, 0))), -1)
     else:
-        indices, local = _replayed(indices, candidates, position, valid)
+        local = find(indices, candidates, position, valid)  # what is no candidate counts as none
+        indices = torch.where(local < scored, indices, -1)
 
     chosen = indices >= 0
     kept_logits = _take(logits, local)

@@ -32,6 +32,7 @@ def _fake_backward(
 _forward = define(
     "scatter_back(Tensor x, Tensor update, Tensor indices, Tensor? gates, str residual, str backend) -> Tensor",
     fake=lambda x, update, indices, gates, residual: x.new_empty(x.shape),
+    check=eager.check,
     eager=eager.scatter_back,
     triton=deferred(f"{__name__}.triton", "scatter_back"),
     cuda=deferred(f"{__name__}.cuda", "scatter_back"),
@@ -39,6 +40,7 @@ _forward = define(
 _in_place = define(
     "scatter_back_(Tensor(a!) x, Tensor update, Tensor indices, Tensor? gates, str residual, str backend) -> ()",
     fake=lambda *_: None,
+    check=eager.check_in_place,
     eager=eager.scatter_back_in_place,
     triton=deferred(f"{__name__}.triton", "scatter_back_in_place"),
     cuda=deferred(f"{__name__}.cuda", "scatter_back_in_place"),
@@ -85,11 +87,11 @@ def _batched(
     op: str, x: torch.Tensor, update: torch.Tensor, indices: torch.Tensor, gates: torch.Tensor | None, residual: str
 ) -> tuple[torch.Tensor | None, ...]:
     """The checked tensors, packed ones as a batch of one."""
-    if not isinstance(x, torch.Tensor) or x.dim() not in (2, 3):
-        _checks.fail(op, "x", "a tensor of shape (B, N, D) or (M, D)", getattr(x, "shape", type(x).__name__))
+    _checks.tensor(op, "x", x, ("...",))
+    if x.dim() not in (2, 3):
+        _checks.fail(op, "x", "a tensor of shape (B, N, D) or (M, D)", tuple(x.shape))
     *lead, width = x.shape
     kept = ("k",) if len(lead) == 1 else (lead[0], "k")
-    _checks.tensor(op, "x", x, x.shape)
     _checks.tensor(op, "indices", indices, kept, (torch.int64,), x)
     _checks.tensor(op, "update", update, (*indices.shape, width), like=x)
     if gates is not None:
@@ -170,8 +172,7 @@ def scatter_back_(
     """
     op = "scatter_back_"
     tensors = _batched(op, x, update, indices, gates, residual)
-    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
-        _checks.fail(op, "x", "elements with a place in memory each", f"an expanded tensor, strides {x.stride()}")
+    _checks.written(op, x=x)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, gates)):
         raise RuntimeError("scatter_back_: expected no argument that needs a gradient (use scatter_back), got one")
     _in_place(*tensors, residual, resolve(op, backend, x, update, gates))

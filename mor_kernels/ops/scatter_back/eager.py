@@ -28,8 +28,17 @@ def _gates(gates: torch.Tensor | None, indices: torch.Tensor, dtype: torch.dtype
     return torch.where(indices >= 0, gates, 0)[..., None]
 
 
-def scatter_back_in_place(x, update, indices, gates, residual, op="scatter_back_"):
+def check(x, update, indices, gates, residual, op="scatter_back"):
     _checks.indices(op, "indices", indices, x.shape[1])
+    _checks.distinct(op, "indices", indices)
+
+
+def check_in_place(x, update, indices, gates, residual):
+    check(x, update, indices, gates, residual, "scatter_back_")
+    _checks.apart("scatter_back_", {"x": x}, update=update, indices=indices, gates=gates)
+
+
+def scatter_back_in_place(x, update, indices, gates, residual):
     dtype = wide(torch.promote_types(x.dtype, update.dtype))
     f, kept, g = update.to(dtype), gather_batched(x, indices).to(dtype), _gates(gates, indices, dtype)
     row = {"block": lambda: kept + g * f, "delta": lambda: kept + g * (f - kept), "none": lambda: g * f}[residual]()
@@ -38,7 +47,7 @@ def scatter_back_in_place(x, update, indices, gates, residual, op="scatter_back_
 
 def scatter_back(x, update, indices, gates, residual):
     out = x.clone(memory_format=torch.contiguous_format)
-    scatter_back_in_place(out, update, indices, gates, residual, "scatter_back")
+    scatter_back_in_place(out, update, indices, gates, residual)
     return out
 
 

@@ -8,7 +8,6 @@ columns, five times 512.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
