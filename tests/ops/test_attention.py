@@ -411,6 +411,21 @@ def test_nan_stays_in_its_sequence(device, backend, packed):
             assert torch.equal(got[[0, 2]], want[[0, 2]])
 
 
+@s.targets("attention", "hopper")
+@pytest.mark.parametrize("spoiled", [0, 1], ids=["k", "v"])
+def test_padding_is_zero_beside_nan(device, backend, spoiled):
+    """A number that isn't one reaches every query of its sequence, but padding is none."""
+    width, dtype = s.small_heads(backend)
+    q, k, v = (s.normal((2, n, 1, width), n, dtype).to(device) for n in (4, 5, 5))
+    (k, v)[spoiled][1, 0, 0, 3] = torch.nan
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    lens = torch.tensor([4, 2], device=device)
+    out = ops.attention(*inputs, q_lens=lens, backend=backend)
+    (d_q,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    for t in (out, d_q):
+        assert t[0].isfinite().all() and not t[1, 2:].any() and t[1, :2].isnan().flatten(1).any(1).all()
+
+
 @s.targets("attention_varlen", "hopper")
 def test_zero_length_sequences(device, backend):
     """One query in all and three query heads on one: forward and backward."""

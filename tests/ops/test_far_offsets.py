@@ -57,19 +57,20 @@ def spread(few, n):
     return many
 
 
-def same(many, few):
+def same(many, few, slack):
     """Of tensors with a row for each of the four and for all; of others, in which these meet, the whole. Sums may have
     another order, since tiles have other rows beside them."""
+    bounds = {"rtol": 1.6e-2, "atol": slack} if slack else {}  # or what PyTorch allows each dtype
     if many.shape == few.shape:
-        torch.testing.assert_close(many, few)
+        torch.testing.assert_close(many, few, **bounds)
         return
-    torch.testing.assert_close(many[:2], few[:2])
-    torch.testing.assert_close(many[-2:], few[2:])
+    torch.testing.assert_close(many[:2], few[:2], **bounds)
+    torch.testing.assert_close(many[-2:], few[2:], **bounds)
     others = many[2:-2]  # written, and not by what belongs to the ends; NaN is neither
     assert -1e-20 < others.amin().item() and others.amax().item() < 1e-20
 
 
-def check(function, n, rows, others=(), differentiable=True):
+def check(function, n, rows, others=(), differentiable=True, slack=0.0):
     """``function(place, *rows, *others)`` of four rows, and of n: those at the ends, and zeros; place(i) is where row i
     of the four is. Outputs and gradients are compared."""
     n = n if ROOM else 12
@@ -88,7 +89,7 @@ def check(function, n, rows, others=(), differentiable=True):
         del inputs, wanted
         few = few or outputs
     for got, want in zip(outputs, few, strict=True):
-        same(got, want)
+        same(got, want, slack)
 
 
 @served("rope")
@@ -415,7 +416,9 @@ def test_attention_over_many(backend, heads, width, packed):
         return [ops.attention(q[None], k[None], v[None], **options)]
 
     k, q = (1 + normal(4, heads, width) / 16 for _ in "kq")
-    check(run, TOKENS, [k, normal(4, heads, width)], [q])
+    v = normal(4, heads, width)
+    # p is rounded to bf16 relative to another maximum: an eps of the largest value
+    check(run, TOKENS, [k, v], [q], slack=torch.finfo(BF16).eps * v.abs().amax().item())
 
 
 def append(q, k, v, k_cache, v_cache):
