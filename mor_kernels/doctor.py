@@ -25,7 +25,6 @@ def report() -> dict:
         A dict of plain values, printable as JSON. ``packages`` maps a name to its version, or None: not installed.
         ``backends`` maps a name to None if the backend works here (on the GPU if there is one), or to the reason.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "mor_kernels": __version__,
         "path": str(Path(__file__).parent),
@@ -38,10 +37,15 @@ def report() -> dict:
         "cuda_kernels": _kernels(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "backends": {
-            name: _dispatch.unavailable(name, device=device) for name in (*_dispatch.BACKENDS, *_dispatch.SPECIALISTS)
-        },
+        "backends": {name: _unavailable(name) for name in (*_dispatch.BACKENDS, *_dispatch.SPECIALISTS)},
     }
+
+
+def _unavailable(backend: str) -> str | None:
+    """Without a GPU some work on the CPU, interpreted or emulated; what doesn't is said of a GPU."""
+    if not torch.cuda.is_available() and _dispatch.unavailable(backend, device="cpu") is None:
+        return None
+    return _dispatch.unavailable(backend)
 
 
 def package_version(package: str) -> str | None:

@@ -22,7 +22,7 @@ def test_report_is_plain_values_and_true():
 
 def test_a_missing_package_and_a_backend_that_cannot_work_are_named(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "PACKAGES", ("numpy", "no-such-package"))
-    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "broken" if name == "cuda" else None)
+    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device=None: "broken" if name == "cuda" else None)
     monkeypatch.setenv("MOR_BACKEND", "eager")
     doctor.main()
     facts = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())

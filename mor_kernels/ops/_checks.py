@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -69,6 +70,20 @@ def whole(op: str, argument: str, value: object, least: int = 0) -> None:
     """``value`` is a whole number (symbolic ones count) of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
         fail(op, argument, f"a whole number of at least {least}", value)
+
+
+def number(op: str, argument: str, value: Any, positive: bool = False) -> float:
+    """``value`` (symbolic ones count) as a float; ``positive``: finite, and above 0 in fp32."""
+    fits = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not fits or positive and not torch.finfo(torch.float32).tiny <= value < math.inf:
+        fail(op, argument, "a finite number > 0 in fp32" if positive else "a number", repr(value))
+    return float(value)
+
+
+def no_gradient(op: str, *tensors: torch.Tensor | None, instead: str = "serving has none") -> None:
+    """None of the tensors needs a gradient, which ``op`` doesn't have."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{op}: expected no argument that needs a gradient ({instead}), got one")
 
 
 def choice(op: str, argument: str, value: object, allowed: tuple) -> None:

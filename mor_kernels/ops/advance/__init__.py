@@ -130,8 +130,7 @@ def leave(goes_on: torch.Tensor, lanes: Lanes, x: torch.Tensor, size: int, *, ba
     _check_lanes(op, lanes, goes_on)
     _checks.tensor(op, "x", x, (goes_on.shape[0], "D"), like=goes_on)
     _checks.whole(op, "size", size)
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")
+    _checks.no_gradient(op, x)
     return Leaving(*_leave(goes_on, *lanes[:2], x, size, resolve(op, backend, x)))
 
 
@@ -260,6 +259,6 @@ def enter_(
         _checks.tensor(op, "logits", logits, (x.shape[0],), (wide(x.dtype),), x)
         _checks.written(op, logits=logits)
         _checks.tensor(op, "weight", weight, (x.shape[1],), like=x)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, new, logits, weight)):
-        raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")
-    _enter(x, new, lanes, logits, weight, float(temperature), resolve(op, backend, x))
+    _checks.no_gradient(op, x, new, logits, weight)
+    temperature = _checks.number(op, "temperature", temperature, positive=True)
+    _enter(x, new, lanes, logits, weight, temperature, resolve(op, backend, x))

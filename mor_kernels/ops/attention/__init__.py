@@ -180,7 +180,7 @@ def _prepare(
         for name, t in (("k_fresh", k_fresh), ("v_fresh", v_fresh)):
             _checks.tensor(op, name, t, (*q.shape[:-2], groups, width), like=q)
     tensors = _checks.one_dtype(op, q=q, k=k, v=v, k_fresh=k_fresh, v_fresh=v_fresh)
-    return tensors, width**-0.5 if softmax_scale is None else float(softmax_scale)
+    return tensors, width**-0.5 if softmax_scale is None else _checks.number(op, "softmax_scale", softmax_scale)
 
 
 @overload

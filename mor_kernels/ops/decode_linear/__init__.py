@@ -11,7 +11,6 @@ from .._dispatch import deferred, define, resolve
 from .._measured import few_rows
 from .._numeric import wide
 from ..kv import check_caches
-from ..rope import check_theta
 from . import eager
 
 
@@ -206,7 +205,16 @@ def decode_linear(
     _of_one_dtype(op, tensors, squares)
     named = resolve(op, backend, *tensors.values())
     outputs = _linear(
-        x, weight, norm_weight, squares, float(eps), residual, next_norm_weight, bool(gated), bool(prefetch), named
+        x,
+        weight,
+        norm_weight,
+        squares,
+        _checks.number(op, "eps", eps),
+        residual,
+        next_norm_weight,
+        bool(gated),
+        bool(prefetch),
+        named,
     )
     return outputs[0] if next_norm_weight is None else outputs
 
@@ -270,11 +278,11 @@ def decode_qkv_(
     _checks.tensor(op, "positions", positions, (n,), _checks.INTEGERS, x)
     if of_head % 2:
         _checks.fail(op, "k_cache", "heads of an even width, to turn by positions", of_head)
-    check_theta(op, theta)
+    theta = _checks.number(op, "theta", theta, positive=True)
     _of_one_dtype(op, {"x": x, "weight": weight, "norm_weight": norm_weight}, k_cache, v_cache, squares)
     named = resolve(op, backend, x, weight, k_cache)
     return _qkv(
-        x, weight, k_cache, v_cache, slots, heads, positions, float(theta), norm_weight, squares, float(eps),
+        x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, _checks.number(op, "eps", eps),
         bool(prefetch), named,
     )  # fmt: skip
 
@@ -304,5 +312,4 @@ def _of_one_dtype(op: str, tensors: dict[str, torch.Tensor | None], *others: tor
     for argument, t in rest:
         if t is not None and t.dtype != first.dtype:
             _checks.fail(op, argument, f"the dtype of {name}, {first.dtype}", t.dtype)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors.values(), *others)):
-        raise RuntimeError(f"{op}: expected no argument that needs a gradient (serving has none), got one")
+    _checks.no_gradient(op, *tensors.values(), *others)

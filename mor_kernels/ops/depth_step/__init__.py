@@ -87,11 +87,10 @@ def depth_step_(
         _checks.tensor(op, "aux_weight", aux_weight, tuple(weight.shape), like=x)
     _checks.choice(op, "activation", activation, ("sigmoid", "tanh", "none"))
     _checks.choice(op, "residual", residual, RESIDUALS)
-    if not temperature >= torch.finfo(torch.float32).tiny:
-        _checks.fail(op, "temperature", "a number > 0 in fp32", temperature)
+    alpha = _checks.number(op, "alpha", alpha)
+    temperature = _checks.number(op, "temperature", temperature, positive=True)
     _checks.written(op, x=x, logits=logits)
     floats = (x, update, logits, weight, aux_weight)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats):
-        raise RuntimeError("depth_step_: expected no argument that needs a gradient (serving has none), got one")
+    _checks.no_gradient(op, *floats)
     tensors = (x, update, logits, recursions, weight, last, replayed, aux_weight)
-    return _step(*tensors, activation, float(alpha), float(temperature), residual, resolve(op, backend, *floats))
+    return _step(*tensors, activation, alpha, temperature, residual, resolve(op, backend, *floats))

@@ -14,7 +14,7 @@ import torch
 from .. import _checks
 from .._dispatch import apply, deferred, define, first_order, resolve
 from ..gather import gather
-from ..rope import check_theta, rope
+from ..rope import rope
 from . import eager
 
 STORED = (*_checks.FLOATS, torch.float8_e4m3fn)
@@ -169,7 +169,7 @@ def _check_append(
         _checks.tensor(op, "positions", positions, (k.shape[0],), _checks.INTEGERS, k_cache)
         if k.shape[2] % 2:
             _checks.fail(op, "k", "an even last dimension, to turn by positions", k.shape[2])
-        check_theta(op, theta)
+        _checks.number(op, "theta", theta, positive=True)
 
 
 def kv_append(
@@ -263,8 +263,7 @@ def kv_append_(
         if positions is None:
             _checks.fail(op, "positions", "positions, where q goes", "None")
     floats = (q, k, v, k_cache, v_cache, k_scale, v_scale)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats):
-        raise RuntimeError("kv_append_: expected no argument that needs a gradient (use kv_append), got one")
+    _checks.no_gradient("kv_append_", *floats, instead="use kv_append")
     named = resolve(op, backend, k_cache, k, q)
     out = _append_in_place(k, v, k_cache, v_cache, slots, q, positions, float(theta), k_scale, v_scale, named)
     return None if q is None else out

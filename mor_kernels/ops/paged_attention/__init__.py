@@ -164,11 +164,8 @@ def paged_attention(
     _check_lanes(op, k_lens, q.shape[0], rows, cu_seqlens_q)
     if q_positions is not None:
         _checks.tensor(op, "q_positions", q_positions, (q.shape[0],), _checks.INTEGERS, q)
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k_cache, v_cache, k_scale, v_scale)
-    ):
-        raise RuntimeError(f"{op}: expected no argument that needs a gradient (use kv_lookup and attention_varlen)")
-    scale = width**-0.5 if softmax_scale is None else float(softmax_scale)
+    _checks.no_gradient(op, q, k_cache, v_cache, k_scale, v_scale, instead="use kv_lookup and attention_varlen")
+    scale = width**-0.5 if softmax_scale is None else _checks.number(op, "softmax_scale", softmax_scale)
     named = resolve(op, backend, q, k_cache)
     if schedule is None:
         suited = width, k_cache.dtype.itemsize

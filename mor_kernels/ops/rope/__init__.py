@@ -77,11 +77,6 @@ class _RopeQKV(torch.autograd.Function):
         return _join(d_q, d_k, d_v, positions, theta, backend), None, None, None, None
 
 
-def check_theta(op: str, theta: float) -> None:
-    if not 0 < theta < math.inf:
-        _checks.fail(op, "theta", "a finite number > 0", theta)
-
-
 @overload
 def rope(
     x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0, *, backend: str | None = None
@@ -134,8 +129,8 @@ def rope(
         if k.dtype != q.dtype:
             _checks.fail(op, "k", f"the dtype of q, {q.dtype}", k.dtype)
     _checks.tensor(op, "positions", positions, lead, INTEGERS, q)
-    check_theta(op, theta)
-    return apply(_Rope, q, k, positions, float(theta), resolve(op, backend, q))
+    theta = _checks.number(op, "theta", theta, positive=True)
+    return apply(_Rope, q, k, positions, theta, resolve(op, backend, q))
 
 
 def rope_qkv(
@@ -169,5 +164,5 @@ def rope_qkv(
     if qkv.shape[-1] % 2:
         _checks.fail(op, "qkv", "an even last dimension", qkv.shape[-1])
     _checks.tensor(op, "positions", positions, tuple(qkv.shape[:-2]), INTEGERS, qkv)
-    check_theta(op, theta)
-    return apply(_RopeQKV, qkv, heads, positions, float(theta), resolve("rope_split", backend, qkv))
+    theta = _checks.number(op, "theta", theta, positive=True)
+    return apply(_RopeQKV, qkv, heads, positions, theta, resolve("rope_split", backend, qkv))

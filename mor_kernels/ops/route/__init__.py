@@ -197,8 +197,8 @@ def route(
         _checks.tensor("route", "indices", indices, (batch, k), (torch.int64,), x)
     _checks.choice("route", "activation", activation, ("sigmoid", "tanh", "none"))
     _checks.choice("route", "rank", rank, ("logit", "score"))
-    if not temperature >= torch.finfo(torch.float32).tiny:
-        _checks.fail("route", "temperature", "a number > 0 in fp32", temperature)
+    alpha = _checks.number("route", "alpha", alpha)
+    temperature = _checks.number("route", "temperature", temperature, positive=True)
     tensors = (x, weight, logits, candidates, seqlens, indices)
-    scalars = (activation, float(alpha), float(temperature), rank)
+    scalars = (activation, alpha, temperature, rank)
     return Routed(*apply(_Route, *tensors, k, *scalars, resolve("route", backend, x, weight, logits)))

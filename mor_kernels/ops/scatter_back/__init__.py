@@ -173,7 +173,6 @@ def scatter_back_(
     op = "scatter_back_"
     tensors = _batched(op, x, update, indices, gates, residual)
     _checks.written(op, x=x)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, gates)):
-        raise RuntimeError("scatter_back_: expected no argument that needs a gradient (use scatter_back), got one")
+    _checks.no_gradient(op, x, update, gates, instead="use scatter_back")
     _in_place(*tensors, residual, resolve(op, backend, x, update, gates))
     return x
