@@ -39,7 +39,7 @@ fuzz: env
 	OMP_NUM_THREADS=1 $(VPY) tests/fuzz.py $(or $(MINUTES),10) $(if $(JSON),--json "$(JSON)") $(WORKERS) $(ARGS)
 
 lint: env
-	$(VPY) -m ruff check .
+	$(VPY) -m ruff check . && $(VPY) -m ruff format --check -q mor_kernels/ops bench tests/ops tests/bench
 	$(VPY) -m mypy
 
 docs: env

@@ -1,6 +1,6 @@
 """From text to token shards to batches.
 
-`prepare` tokenizes a source into a folder of memory-mapped shards, `Tokens` opens one, `Loader` cuts batches from it.
+`prepare` turns a source into a folder of memory-mapped shards, `Tokens` opens one, `Loader` cuts batches from it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Opens a tokenizer.json; truncation and padding that it may ask for are switched off."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: tokenizer file not found")
+        raise FileNotFoundError(f"{path}: not found, expected a tokenizer's file")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exceptions

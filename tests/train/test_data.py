@@ -187,7 +187,7 @@ def test_given_tokenizer(tmp_path):
 def test_tokenizer_errors(tmp_path):
     from tokenizers import Tokenizer, models
 
-    with pytest.raises(FileNotFoundError, match="none.json: tokenizer file not found"):
+    with pytest.raises(FileNotFoundError, match="none.json: not found, expected a tokenizer"):
         load_tokenizer(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match="bad.json: not a tokenizer.json"):
