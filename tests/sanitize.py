@@ -30,6 +30,7 @@ import torch
 
 from mor_kernels import ops
 from mor_kernels.ops import _dispatch
+from mor_kernels.ops._indices import flat_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "cuda"
@@ -97,7 +98,7 @@ def streams() -> None:
                     backward(ops.scatter_back(x, update, routed.indices, gates, residual=residual, backend=BACKEND))
                     with torch.no_grad():
                         ops.scatter_back_(x.clone(), update, routed.indices, gates, residual=residual, backend=BACKEND)
-            backward(ops.gather(x.flatten(0, 1), routed.indices.flatten(), backend=BACKEND))
+            backward(ops.gather(x.flatten(0, 1), flat_rows(routed.indices, length), backend=BACKEND))
     for width, dtype in ((960, BF16), (33, FP32), (4104, FP16)):
         recursions = torch.tensor([0, 2, -1, 1, 0], device=DEVICE)
         state = normal(5, width, dtype=dtype)
@@ -266,7 +267,8 @@ def choices() -> None:
         backward(ops.aux_loss(logits[..., 0], kept, backend=BACKEND))
         among, lens = torch.nn.functional.pad(kept, (0, 3), value=-1), whole(0, length + 1, batch)
         scores = normal(*among.shape, dtype=dtype).requires_grad_()
-        backward(ops.aux_loss(scores, kept[:, ::3], candidates=among, seqlens=lens, backend=BACKEND))
+        some = kept[:, ::3].masked_fill(kept[:, ::3] >= lens[:, None], -1)
+        backward(ops.aux_loss(scores, some, candidates=among, seqlens=lens, backend=BACKEND))
 
 
 def ticks() -> None:

@@ -208,6 +208,51 @@ def test_layers_share_slots(used):
         assert torch.equal(get(pool, [2], layer), content(layer, 10 + layer))
 
 
+@every_backend
+def test_ten_thousand_random_steps_leave_the_accounts_exact(used, backend):
+    rng = random.Random(0)
+    rows = 8
+    pool = new_pool(used, rows=rows, num_pages=12, page_size=3, max_length=18)
+    held = [[] for _ in range(rows)]
+    fresh = 0
+    refusals = 0
+    steps = 10_000 if (used, backend) != ("cpu", "triton") else 50  # Triton's interpreter takes 0.1 s a step
+    for step in range(steps):
+        if rng.random() < 0.7:
+            chosen = rng.sample(range(rows), rng.randint(0, 4))
+            counts = [rng.randint(0, min(4, 18 - len(held[row]))) for row in chosen]
+            numbers = list(range(fresh, fresh + sum(counts)))
+            lanes = [*chosen, -1]  # and one of padding
+            cu = offsets(pool, [*counts, 1])
+            taken = ops.take_pages_(pool.pages, ints(pool, *lanes), cu, sum(counts) + 1, pool.page_size)
+            write(pool, 0, content(*numbers, -1), taken.slots)
+            pool.commit(taken.rows, cu)
+            if taken.refused:
+                refusals += 1
+                continue
+            if rng.random() < 0.05:  # a request that is cancelled
+                pool.free(ints(pool, *lanes))
+                counts = [0] * len(chosen)
+                for row in chosen:
+                    held[row] = []
+            fresh += len(numbers)
+            numbers = iter(numbers)
+            for row, count in zip(chosen, counts):
+                held[row] += [next(numbers) for _ in range(count)]
+        else:
+            chosen = rng.sample(range(rows), rng.randint(0, 2))
+            pool.free(ints(pool, *chosen))
+            for row in chosen:
+                held[row] = []
+        assert int(pool.pages.free_count) + int(pool.pages.owned.sum()) == pool.num_pages
+        if step % 50 == 0:
+            check_accounts(pool)
+            assert torch.equal(get(pool, range(rows)), content(*[n for row in held for n in row]))
+    assert refusals > steps / 100
+    pool.free(torch.arange(rows, device=used))
+    assert int(pool.pages.free_count) == pool.num_pages
+
+
 STRATEGIES = [("recursion_wise", "first"), ("shared", "first"), ("hybrid", "first"), ("hybrid", "latest")]
 
 

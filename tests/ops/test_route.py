@@ -330,8 +330,8 @@ def test_width_one_identity_block(device, backend, residual, want):
     index, options = torch.zeros(1, 1, dtype=torch.int64, device=device), {"residual": residual, "backend": backend}
     assert ops.scatter_back(x, x, index, gate, **options).item() == pytest.approx(want)
     assert ops.scatter_back_(x.clone(), x, index, gate, **options).item() == pytest.approx(want)
-    state, one = x[0].clone(), torch.ones(1, device=device)
-    ops.depth_step_(state, x[0], one, index[0], one[None], activation="none", alpha=0.1, **options)
+    state, logit, weight = x[0].clone(), torch.ones(1, device=device), torch.ones(1, 1, device=device)
+    ops.depth_step_(state, x[0], logit, index[0], weight, activation="none", alpha=0.1, **options)
     assert state.item() == pytest.approx(want)
 
 

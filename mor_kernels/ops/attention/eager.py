@@ -156,7 +156,7 @@ def _unpad(padded, cu_seqlens, total):
     if batch * longest == 0:
         return padded.new_zeros(total, *padded.shape[2:])
     index = torch.arange(total, device=padded.device, dtype=cu_seqlens.dtype)
-    row = torch.searchsorted(cu_seqlens[1:], index, right=True).clamp(max=batch - 1)
+    row = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True).clamp(max=batch - 1)
     column = (index - cu_seqlens[row]).clamp(max=longest - 1)
     inside = (index < cu_seqlens[-1]).view(-1, *[1] * (padded.dim() - 2))
     return torch.where(inside, padded[row, column], 0)

@@ -282,8 +282,8 @@ def decode_qkv_(
     _of_one_dtype(op, {"x": x, "weight": weight, "norm_weight": norm_weight}, k_cache, v_cache, squares)
     named = resolve(op, backend, x, weight, k_cache)
     return _qkv(
-        x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, _checks.number(op, "eps", eps),
-        bool(prefetch), named,
+        x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares,
+        _checks.number(op, "eps", eps), bool(prefetch), named,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def _flat_slots(page_table, cu_seqlens, total, page_size):
     """Flat slot of each of ``total`` packed tokens, and whether there is such a token."""
     rows, max_pages = page_table.shape
     index = torch.arange(total, device=page_table.device, dtype=torch.int32)
-    row = torch.searchsorted(cu_seqlens[1:], index, right=True).clamp(max=rows - 1)
+    row = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True).clamp(max=rows - 1)
     place = index - cu_seqlens[row]
     live = index < cu_seqlens[-1]
     page = page_table[row, (place // page_size).clamp(max=max_pages - 1)].to(torch.int64)

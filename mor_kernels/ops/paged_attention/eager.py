@@ -48,7 +48,7 @@ def paged_attention(
         cu_seqlens_q = torch.arange(lanes + 1, device=device, dtype=torch.int32)
     if q_positions is None:  # the queries are the newest tokens
         index = torch.arange(n, device=device, dtype=torch.int32)
-        lane = torch.searchsorted(cu_seqlens_q[1:], index, right=True).clamp(max=lanes - 1)
+        lane = torch.searchsorted(cu_seqlens_q[1:].contiguous(), index, right=True).clamp(max=lanes - 1)
         q_positions = k_lens[lane] - cu_seqlens_q[lane + 1] + index
     # sizes that are known without waiting for the device
     most_queries, most_keys = n, page_table.shape[1] * k_cache.shape[1]

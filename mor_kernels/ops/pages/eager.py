@@ -71,7 +71,7 @@ def take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, t
     free_count.sub_(need.sum())
 
     token = torch.arange(total, device=device, dtype=torch.int32)
-    lane = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=rows.shape[0] - 1)
+    lane = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(max=rows.shape[0] - 1)
     there = (token < cu_seqlens[-1]) & (granted[lane] >= 0)
     index = torch.where(there, old[lane] + token - cu_seqlens[lane], 0)
     if page_table.shape[1] == 0:
