@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -52,3 +54,21 @@ def without_workspace() -> Iterator[None]:
             api(size)
         else:
             del os.environ[variable]
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """Within, what is launched becomes ``graph``, without a workspace; on :func:`side_stream` and by this thread alone,
+    since NCCL's watchdog asks for events of its own meanwhile.
+
+    No garbage is collected meanwhile: it may hold other graphs or pinned memory, and CUDA invalidates a capture in whose
+    midst these are freed.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with without_workspace(), torch.cuda.graph(graph, pool, side_stream(device), "thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..graphs import side_stream, without_workspace
+from ..graphs import captured, side_stream, without_workspace
 from ..model import MoR
 from ..ops._numeric import wide
 from ..ops.advance._fields import FIELDS
@@ -226,8 +226,7 @@ class Program:
             graph = self.graphs[key]
             if graph is None:
                 graph = torch.cuda.CUDAGraph()
-                capture = torch.cuda.graph(graph, self.pool, side_stream(self.device), "thread_local")
-                with without_workspace(), capture:
+                with captured(graph, self.pool, self.device):
                     function()
                 self.graphs[key], self.pool = graph, graph.pool()
             graph.replay()

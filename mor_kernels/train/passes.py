@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..graphs import side_stream, without_workspace
+from ..graphs import captured, side_stream, without_workspace
 
 _Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 # a graph, the inputs that it reads, the gradients of the parameters, and what its pass returned
@@ -35,9 +35,9 @@ class Graphs:
     def __call__(self, sizes: Hashable, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Adds to the gradients, and returns what the pass returned. The gradients are overwritten by the next call."""
         before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
-        captured = self.graphs.pop(sizes, None) or self._capture(sizes, inputs)
-        self.graphs[sizes] = captured
-        graph, own, gradients, outputs = captured
+        found = self.graphs.pop(sizes, None) or self._capture(sizes, inputs)
+        self.graphs[sizes] = found
+        graph, own, gradients, outputs = found
         for tensor, new in zip(own, inputs):
             tensor.copy_(new)
         graph.replay()
@@ -59,9 +59,7 @@ class Graphs:
             torch.cuda.current_stream().wait_stream(self.stream)
             self._forget()
             graph = torch.cuda.CUDAGraph()
-            # of this thread alone: NCCL's watchdog asks for events of its own meanwhile
-            capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
-            with without_workspace(), capture:
+            with captured(graph, self.pool, self.stream.device):
                 outputs = self.forward_backward(sizes, *own)
         self.pool = graph.pool()
         gradients = [_lent(parameter.grad, graph) for parameter in self.parameters]

@@ -43,7 +43,7 @@ def test_every_part_is_measured(run):
     assert len(kinds) == 4 + 4 + 3 + 2 * 2 + 1 + 3 + 3 and {row["dtype"] for row in rows} == set(numerics.DTYPES)
     for op, of, axis in kinds:  # neither ours nor PyTorch's is wrong: a few roundings, 13 where d_q cancels
         for row in (row for row in rows if (row["op"], row["of"], row["axis"]) == (op, of, axis)):
-            far = op == "rope" and row["n"] == 2**20  # angles in fp32 are off by that much
+            far = op == "rope" and row["n"] == 2**20 and not row["ours"]  # angles in fp32 are off by that much
             given = "given" in op
             least = 2e-2 if far else 5e-2 if given else 32 * torch.finfo(numerics.DTYPES[row["dtype"]]).eps
             assert row["rms"] <= min(row["max"] * 1.001, least), row

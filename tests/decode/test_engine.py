@@ -1,3 +1,5 @@
+import contextlib
+import gc
 from copy import deepcopy
 
 import pytest
@@ -13,7 +15,7 @@ from models import (
     tiny,
 )
 
-from mor_kernels import ops
+from mor_kernels import graphs, ops
 from mor_kernels.decode import Engine, QueueFull, SamplingParams
 from mor_kernels.decode.program import TICKS
 from mor_kernels.model.convert import separate
@@ -167,6 +169,45 @@ def test_fused_layers_in_bf16(monkeypatch, fields, sequences):
         assert bool(calls) == (backend == "auto")
     assert any("squares" in call for call in calls) == (sequences > 32)
     assert 0 < errors[1] < 1.3 * errors[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_engines_that_are_gone_do_not_disturb_a_capture():
+    """What they hold is freed when garbage is collected, here at every opportunity."""
+    model = tiny(1, **EXPERT)[0].float().cuda()
+    prompts, params = requests((3, 9), (10, 12), 3)
+    want = Engine(model).generate(prompts, params)
+    thresholds = gc.get_threshold()
+    try:
+        for _ in range(3):
+            gone = Engine(model)
+            gone.generate(prompts, params)
+            gone.itself = gone
+            gc.disable()
+            del gone
+            engine = Engine(model)
+            gc.enable()
+            gc.set_threshold(1)
+            assert [c.tokens for c in engine.generate(prompts, params)] == [c.tokens for c in want]
+            gc.set_threshold(*thresholds)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_in_a_capture(monkeypatch, enabled):
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(graphs, "without_workspace", contextlib.nullcontext)
+    monkeypatch.setattr(graphs, "side_stream", lambda _: None)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), graphs.captured(None, None, None):
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

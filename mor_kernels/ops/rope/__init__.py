@@ -103,8 +103,8 @@ def rope(
         backend: see :func:`route`.
 
     Returns:
-        Like x, a pair for a pair; gradients reach x. Products are in fp32 (fp64 for fp64 x), rounded once.
-        "eager" computes angles in fp32 as well, off by up to 2 ** -23 radians a position; "triton" loses nothing there.
+        Like x, a pair for a pair; gradients reach x. Products are in fp32 (fp64 for fp64 x), rounded once; angles lose
+        nothing at far positions (but on Apple's GPUs, which have no fp64).
 
     Raises:
         ValueError: an argument doesn't fit; the message names it.
