@@ -61,8 +61,8 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> It
     """Within, what is launched becomes ``graph``, without a workspace; on :func:`side_stream` and by this thread alone,
     since NCCL's watchdog asks for events of its own meanwhile.
 
-    No garbage is collected meanwhile: it may hold other graphs or pinned memory, and CUDA invalidates a capture in whose
-    midst these are freed.
+    No garbage is collected meanwhile: it may hold other graphs or pinned memory, and CUDA invalidates a capture in
+    whose midst these are freed.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..graphs import captured, side_stream, without_workspace
+from ..graphs import captured, without_workspace
 from ..model import MoR
 from ..ops._numeric import wide
 from ..ops.advance._fields import FIELDS
