@@ -124,15 +124,26 @@ def poison_tail(tensor, lens):
     return tensor.masked_fill(past.view(*past.shape, *[1] * (tensor.dim() - 2)), torch.nan)
 
 
-def assert_close(got, exact, dtype, roundings=2.0, message="", cancels=0.01, slack=0.0):
+def rounding_of_scores(q, k, scale, dtype):
+    """Of attention's, and so of p relatively: half an eps of a sum of products, each without its sign."""
+    if not (q.numel() and k.numel()):
+        return 0.0
+    wide = torch.promote_types(dtype, torch.float32)
+    largest = q.detach().double().norm(dim=-1).max() * k.detach().double().norm(dim=-1).max()
+    return torch.finfo(wide).eps / 2 * largest.item() * abs(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def assert_close(got, exact, dtype, roundings=2.0, message="", cancels=0.01, slack=0.0, terms=0.0):
     """Element by element, within ``roundings`` roundings of ``dtype`` of the float64 result, relative to the value and,
-    for what cancels, to the share ``cancels`` of the largest one; float32 sums' error and ``slack`` come on top."""
+    for what cancels, to the share ``cancels`` of the largest one; ``slack`` and the error of sums in float32 (float64)
+    come on top, which is relative to the largest result or to ``terms``: of each, the sum of what it adds, unsigned."""
     got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
     assert got.shape == exact.shape, f"{message}: shape {tuple(got.shape)} instead of {tuple(exact.shape)}"
     assert not got.isnan().any(), f"{message}: NaN"
     if not got.numel():
         return
     largest = exact.abs().max()
-    sums = 8 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * largest
+    wide = torch.promote_types(dtype, torch.float32)
+    sums = 8 * torch.finfo(wide).eps * torch.as_tensor(terms, dtype=torch.float64).clamp(min=largest)
     over = (got - exact).abs() - roundings * torch.finfo(dtype).eps * (exact.abs() + cancels * largest) - sums - slack
     assert over.max() <= 0, f"{message}: {over.max()} over the budget at {over.argmax()}"

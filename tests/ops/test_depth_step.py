@@ -51,7 +51,10 @@ def check(device, backend, x, update, logits, recursions, weight, options, exact
     torch.testing.assert_close(got[~number].double(), want[~number], rtol=0, atol=0, equal_nan=True)
     unscored = padding | (recursions == len(weight) - 1)
     assert torch.equal(got[unscored].nan_to_num(), logits[unscored].nan_to_num())
-    s.assert_close(got[number], want[number], logits.dtype, 0.5 if exact else 2, "logits", cancels=1)
+    following = weight.double()[(recursions + 1).clamp(max=len(weight) - 1)]
+    terms = (rounded * following).abs().sum(1).masked_fill(unscored | exact, 0) / options.get("temperature", 1)
+    roundings = 0.5 if exact else 2
+    s.assert_close(got[number], want[number], logits.dtype, roundings, "logits", cancels=1, terms=terms[number])
     deciding = want
     if options.get("aux_weight") is not None:
         swapped = {**still, "aux_weight": None}

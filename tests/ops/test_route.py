@@ -16,21 +16,23 @@ from reference import ops as reference
 from tests import strategies as s
 
 
-def compare(got, want, dtype):
+def compare(got, want, dtype, sizes=None):
     assert torch.equal(got.indices.cpu(), want.indices)
     assert torch.equal(got.counts.cpu(), want.counts)
     assert torch.equal(got.rows.cpu(), want.rows.to(dtype))  # a gather copies bits
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert got.gates.dtype == got.logits.dtype == wide
     # gates and logits are fp32 whatever the dtype of x: one rounding each, and an fp32 sum
-    s.assert_close(got.gates, want.gates, wide, message="gates")
-    s.assert_close(got.logits, want.logits, wide, message="logits")
+    of_gates, of_logits = (0.0, 0.0) if sizes is None else (sizes.gates, sizes.logits)
+    s.assert_close(got.gates, want.gates, wide, message="gates", terms=of_gates)
+    s.assert_close(got.logits, want.logits, wide, message="logits", terms=of_logits)
 
 
-def projected(routed, seed):
+def projected(routed, seed, signed=True):
     """A loss that gives rows, gates and logits random gradients."""
     outputs = (routed.rows, routed.gates, routed.logits)
-    return sum((t.double() * s.normal(t.shape, seed + i).to(t.device)).sum() for i, t in enumerate(outputs))
+    upstream = [s.normal(t.shape, seed + i).to(t.device) for i, t in enumerate(outputs)]
+    return sum((t.double() * (u if signed else u.abs())).sum() for t, u in zip(outputs, upstream))
 
 
 @s.targets("route")
@@ -77,7 +79,11 @@ def test_equals_reference(
     got = ops.route(a, w, k, candidates=move(candidates), seqlens=move(seqlens), backend=backend, **options)
     x64, w64 = (t.double().requires_grad_() for t in (x, weight))
     want = reference.route(x64, w64, k, candidates=candidates, seqlens=seqlens, **options)
-    compare(got, want, dtype)
+    # sums of what is added up, each without its sign; gates of logits, whose slopes are 1 at most
+    unsigned = {"candidates": candidates, "seqlens": seqlens, "indices": want.indices, "backend": "eager"}
+    w_abs = w64.detach().abs().requires_grad_()
+    sizes = ops.route(x64.detach().abs(), w_abs, k, **unsigned, **options | {"activation": "none"})
+    compare(got, want, dtype, None if make is s.tied else sizes)
 
     repeated = ops.route(a, w, k, candidates=move(candidates), seqlens=move(seqlens), indices=got.indices, backend=backend, **options)  # fmt: skip # noqa: E501
     for one, other in zip(repeated, got):
@@ -91,7 +97,8 @@ def test_equals_reference(
         dx64, dw64 = torch.zeros_like(x64), torch.zeros_like(w64)
     # the gradient of the rows comes rounded to dtype, and may cancel with that of the scores
     s.assert_close(dx, dx64, dtype, 4, "d_x", cancels=0.25)
-    s.assert_close(dw, dw64, dtype, 4, "d_weight")
+    (of_dw,) = torch.autograd.grad(projected(sizes, seed, signed=False), w_abs)
+    s.assert_close(dw, dw64, dtype, 4, "d_weight", terms=of_dw)
 
 
 @s.targets("route")
