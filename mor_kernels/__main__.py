@@ -603,6 +603,7 @@ class _WithSpecialTokens:
 def _read(options):
     """The model, its tokenizer and the tokens of the text that the command was given."""
     from . import show
+    from .train.data import encode
 
     if options.file and options.text is not None:
         raise ValueError("text: expected none beside --file, got both")
@@ -618,7 +619,7 @@ def _read(options):
         except UnicodeDecodeError as error:
             raise ValueError(f"{options.file or 'standard input'}: expected UTF-8 text: {error}") from None
     model, tokenizer = _load(options)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = encode(tokenizer, text)
     if not ids:
         raise ValueError("text: expected at least one token, got none")
     return model, tokenizer, ids

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .model import MoR
 from .ops._numeric import wide
-from .train.data import separator_id
+from .train.data import encode, separator_id
 
 _CHUNK = 1 << 24  # logits brought to fp32 together
 LONGEST_LINE = 1 << 24  # characters
@@ -143,7 +143,7 @@ def text_loss(
     separator = separator_id(tokenizer)
     requests, size, texts = [], 0, 0
     for text in islice(documents, limit):
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = encode(tokenizer, text)
         read = [separator, *ids]  # read[i] predicts ids[i]
         start = 0
         while start < len(ids):
@@ -208,9 +208,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
     if not bare:
-        return [separator_id(tokenizer)], tokenizer.encode(continuation, add_special_tokens=False).ids
-    before = tokenizer.encode(bare, add_special_tokens=False).ids
-    whole = tokenizer.encode(bare + continuation, add_special_tokens=False).ids
+        return [separator_id(tokenizer)], encode(tokenizer, continuation)
+    before = encode(tokenizer, bare)
+    whole = encode(tokenizer, bare + continuation)
     return whole[: len(before)], whole[len(before) :]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,6 +100,18 @@ def has_form(value: Any, form: Any) -> bool:
     return type(value) is form
 
 
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever is raised within becomes a ValueError that begins with ``what``: packages written in Rust raise bare
+    Exceptions, and where they panic what isn't one, of a class that can't be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {error}") from error
+
+
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file; their memory is the file, mapped, and what is written there stays private."""
     if os.path.exists(path) and not os.path.isfile(path):
@@ -108,10 +121,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if header > LARGEST_HEADER:
         most = f"with a header of at most {LARGEST_HEADER} bytes"
         raise ValueError(f"{path}: expected a safetensors file {most}, got one of {header}")
-    try:
+    with told(f"{path}: expected a safetensors file, got a corrupt one"):  # or whatever a shape makes torch raise
         return load_file(path)
-    except Exception as error:  # the package's own, and whatever a shape or dtype makes torch raise
-        raise ValueError(f"{path}: expected a safetensors file, got a corrupt one: {error}") from None
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

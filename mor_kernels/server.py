@@ -32,7 +32,7 @@ import torch
 
 from .decode import Completion, Engine, Event, QueueFull, SamplingParams
 from .decode.sampler import log_probabilities
-from .decode.text import TextStream
+from .decode.text import TextStream, decode
 
 try:
     import uvicorn
@@ -157,7 +157,7 @@ def _plan(body: CompletionRequest, engine: Engine, max_choices: int) -> list[_Pr
         text = ""
         if body.echo:
             assert engine.tokenizer is not None  # as create_app has checked
-            text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids)
+            text = prompt if isinstance(prompt, str) else decode(engine.tokenizer, ids)
         found.append(_Prompt(ids, text, params))
     return found
 
@@ -277,7 +277,7 @@ def _finite(value: float | None) -> float | None:
 def _token_name(tokenizer, token: int) -> tuple[str, int | None]:
     """What a token is called: its text, a special one's name, or its id if it is a part of a character; and how many
     characters it has, None of such a part."""
-    text = tokenizer.decode([token, token])[len(tokenizer.decode([token])) :]  # a text's first space may be dropped
+    text = decode(tokenizer, [token, token])[len(decode(tokenizer, [token])) :]  # a text's first space may be dropped
     name = text
     if not text and hasattr(tokenizer, "id_to_token"):
         name = tokenizer.id_to_token(token)

@@ -8,7 +8,6 @@ What fails is shrunk, printed and kept in .hypothesis, from where the next campa
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -25,60 +24,46 @@ import pytest  # noqa: E402
 COUNTS = ("tests", "examples", "rejected", "faults")
 
 
-class TimeIsUp(pytest.skip.Exception):
-    """Hypothesis lets what skips a test through, at once."""
-
-
 class Share:
     """A test's share of the time, and what came of it."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
-        self.examples = self.rejected = self.faults = 0
+        self.examples = self.rejected = 0
+        self.fault = False
 
-    def begin(self) -> None:
-        if not self.faults and time.monotonic() > self.end:  # what fails is shrunk in peace
-            raise TimeIsUp("its share of the time is up")
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end
 
-    def over(self, error: BaseException | None) -> None:
-        from hypothesis.errors import StopTest, UnsatisfiedAssumption
+    def watch(self, patch: pytest.MonkeyPatch, key: bytes) -> None:
+        """Between two examples the engine ends as if there were enough of them: what is raised within one would be a
+        result of the test's, which has to draw the same each time."""
+        from hypothesis.internal.conjecture.data import Status
+        from hypothesis.internal.conjecture.engine import ConjectureRunner, ExitReason, RunIsComplete
 
-        if error is None:
-            self.examples += 1
-        elif isinstance(error, (UnsatisfiedAssumption, StopTest)):  # StopTest: it drew too much
-            self.rejected += 1
-        else:
-            self.faults += 1
+        make, test = ConjectureRunner.__init__, ConjectureRunner.test_function
 
-    def counted(self, test):
-        @functools.wraps(test)
-        def one(*args, **kwargs):
-            self.begin()
-            error: BaseException | None = None
+        def kept(runner, *args, **options):
+            make(runner, *args, **{**options, "database_key": key})  # without, nothing is kept where a seed is given
+
+        def counted(runner, data):
+            complete = None
             try:
-                return test(*args, **kwargs)
-            except BaseException as e:
-                error = e
-                raise
-            finally:
-                self.over(error)
+                test(runner, data)
+            except RunIsComplete as e:
+                complete = e
+            if not self.fault:  # what fails is shrunk in peace, and what that takes isn't counted
+                self.examples += data.status is Status.VALID
+                self.rejected += data.status < Status.VALID
+                self.fault = data.status is Status.INTERESTING
+            if complete is not None:
+                raise complete
+            if self.is_over and not self.fault:
+                runner.exit_with(ExitReason.finished)
 
-        return one
-
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """The same for state machines, of which each example makes one."""
-        from hypothesis.stateful import RuleBasedStateMachine
-
-        teardown = RuleBasedStateMachine.teardown
-
-        def end(machine):
-            error = sys.exc_info()[1]
-            self.over(error)
-            teardown(machine)
-            if error is None:  # earlier hypothesis would miss what was drawn by then in another example
-                self.begin()
-
-        patch.setattr(RuleBasedStateMachine, "teardown", end)
+        patch.setattr(ConjectureRunner, "__init__", kept)
+        patch.setattr(ConjectureRunner, "test_function", counted)
 
 
 def draws(item: pytest.Item) -> bool:
@@ -86,29 +71,41 @@ def draws(item: pytest.Item) -> bool:
     return hasattr(item.obj, "hypothesis") or item.get_closest_marker("machine") is not None
 
 
+def parameters(item: pytest.Item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def weight(item: pytest.Item) -> int:
+    """Shares of the time: for the Hopper kernels nearly all of it goes to Triton, seconds for each combination."""
+    return 6 if parameters(item).get("backend") == "hopper" else 1
+
+
 @pytest.hookimpl(trylast=True)  # what -k leaves
 def pytest_collection_modifyitems(config, items):
-    kept = [item for item in items if draws(item)]
+    kept = sorted((item for item in items if draws(item)), key=weight, reverse=True)  # the longest first
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    config.seconds_each = float(os.environ["MOR_FUZZ"]) * 60 * workers / max(len(kept), 1)
+    config.seconds = float(os.environ["MOR_FUZZ"]) * 60
+    config.seconds_each = config.seconds * workers / max(sum(map(weight, kept)), 1)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    share, handle = Share(pyfuncitem.config.seconds_each), getattr(pyfuncitem.obj, "hypothesis", None)
+    from hypothesis.errors import Unsatisfiable
+
+    config = pyfuncitem.config
+    share = Share(min(config.seconds, weight(pyfuncitem) * config.seconds_each))
     with pytest.MonkeyPatch.context() as patch:
-        if handle is None:
-            share.watch(patch)
-        else:
-            patch.setattr(handle, "inner_test", share.counted(handle.inner_test))
+        share.watch(patch, pyfuncitem.nodeid.encode())
         try:
             return (yield)
-        except TimeIsUp:
-            return True
+        except Unsatisfiable:
+            if share.is_over:  # all that there was time for was rejected, as the table tells
+                return True
+            raise
         finally:
-            params = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
+            params = parameters(pyfuncitem)
             part = pyfuncitem.path.relative_to(ROOT / "tests").with_suffix("")
             found = {"part": f"{part.parent}/{part.name.removeprefix('test_')}"}
             found["backend"] = f"{params['device']} {params['backend']}" if "backend" in params else "-"

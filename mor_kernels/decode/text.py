@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..files import told
+
 
 class Decoder(Protocol):
     """What :class:`TextStream` asks of a tokenizer."""
@@ -26,6 +28,12 @@ class Tokenizer(Protocol):
         ...
 
 
+def decode(tokenizer: Decoder, ids: list[int]) -> str:
+    """The text of tokens."""
+    with told("tokenizer: expected one that can decode its tokens, got"):
+        return tokenizer.decode(ids)
+
+
 class TextStream:
     """Turns tokens into pieces of text that can be shown at once.
 
@@ -34,7 +42,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
-        self.decode, self.stop = tokenizer.decode, stop
+        self.tokenizer, self.stop = tokenizer, stop
         self.window: list[int] = []  # the last tokens; some tokenizers decode a token differently at the very start
         self.settled = 0  # tokens at the front of the window whose text is out, kept as context
         self.shown = 0  # characters out, of the window's text after that context
@@ -55,8 +63,8 @@ class TextStream:
         return piece + held
 
     def _new_characters(self, final: bool = False) -> str:
-        context = self.decode(self.window[: self.settled]) if self.settled else ""
-        text = self.decode(self.window)[len(context) :]
+        context = decode(self.tokenizer, self.window[: self.settled]) if self.settled else ""
+        text = decode(self.tokenizer, self.window)[len(context) :]
         certain = text
         if not final:  # an unfinished character of up to 3 bytes shows as up to 3 replacement characters
             certain = text.rstrip("\ufffd")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ..files import OtherVersion, check_version, has_form, read_json, write_atomic
+from ..files import OtherVersion, check_version, has_form, read_json, told, write_atomic
 from .checkpoint import file_hash
 
 SEPARATOR = "<|endoftext|>"
@@ -181,15 +181,33 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found, expected a tokenizer's file")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exceptions
-        raise ValueError(f"{path}: not a tokenizer.json that the package `tokenizers` can read: {error}") from None
+    with told(f"{path}: not a tokenizer.json that the package `tokenizers` can read"):
+        text = path.read_text(encoding="utf-8")
+        json.loads(text, object_hook=_check_merges)
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("")  # a template of tokens that there aren't makes it panic at any text
     if not tokenizer.get_vocab_size():
         raise ValueError(f"{path}: expected a tokenizer with a vocabulary, got one of no tokens")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
+
+
+def _check_merges(found: dict[str, Any]) -> dict[str, Any]:
+    """The package cuts a BPE's prefix off the second part of each merge unseen, by bytes: where that is within a
+    character, it takes what is left for a text, and the process aborts."""
+    prefix, merges = found.get("continuing_subword_prefix"), found.get("merges")
+    if prefix and isinstance(prefix, str) and isinstance(merges, list):
+        for merge in merges:
+            second = (merge.split(" ") if isinstance(merge, str) else merge)[-1]
+            second.encode()[len(prefix.encode()) :].decode()
+    return found
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, without those that a tokenizer would put around it."""
+    with told("tokenizer: expected one that can encode the text, got"):  # as when none is for what it doesn't know
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def separator_id(tokenizer: Tokenizer) -> int:
@@ -281,10 +299,8 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, separator: int) -> Itera
 
     def encoded() -> np.ndarray:
         ids: list[int] = []
-        try:
+        with told("tokenizer: expected one that can encode the source, got"):
             encodings = tokenizer.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
-        except Exception as error:  # a bare one, as when there is no token for what it doesn't know
-            raise ValueError(f"tokenizer: expected one that can encode the source, got: {error}") from None
         for (_, last), encoding in zip(pieces, encodings):
             ids += encoding.ids
             if last:

@@ -631,6 +631,15 @@ def test_wrong_requests_are_named(prompt, params, message):
     assert_nothing_held(engine)
 
 
+def test_a_prompt_that_the_tokenizer_cannot_encode():
+    class Words(Letters):
+        def encode(self, text):
+            raise Exception("missing [UNK]")  # a bare one, as those of the package tokenizers
+
+    with pytest.raises(ValueError, match="prompt: expected a text that the tokenizer can encode, got: missing"):
+        Engine(tiny(16, **EXPERT)[0], tokenizer=Words()).submit("x")
+
+
 def test_wrong_ids_and_counts_are_named():
     model, _ = tiny(16, **EXPERT)
     engine = Engine(model)

@@ -66,6 +66,20 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string():
     assert pieces([b"a", b"E", b"x", b"E", b"N"], ("END",))[0] == ["a", "", "Ex", "", "", "EN"]
 
 
+def test_a_tokenizer_that_panics():
+    class PanicException(BaseException):  # as those of packages written in Rust
+        pass
+
+    class Words:
+        def decode(self, tokens):
+            raise PanicException("index out of bounds") if tokens[-1] else KeyboardInterrupt
+
+    with pytest.raises(ValueError, match=r"^tokenizer: expected one that can decode its tokens, got: index"):
+        TextStream(Words()).push(1)
+    with pytest.raises(KeyboardInterrupt):
+        TextStream(Words()).push(0)
+
+
 def test_a_tokenizer_that_strips_the_first_space():
     class Words:
         def decode(self, tokens):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import SMALL, TOKEN
 
 from mor_kernels.__main__ import _read_config, main
-from mor_kernels.evaluate import read_task
+from mor_kernels.evaluate import encode_pair, read_task
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.authors import authors_config, is_authors
 from mor_kernels.model.convert import CONVERT, separate
@@ -601,6 +601,27 @@ def test_tokenizers_and_the_vocabulary_of_a_model(folder, capsys):
     Tokenizer(models.WordLevel({"The": 1, "</s>": 2})).save(str(folder / "words.json"))
     with pytest.raises(ValueError, match="tokenizer: expected one that can encode the source, got: .*UNK"):
         prepare(folder / "a.txt", folder / "out", tokenizer=folder / "words.json")
+    with pytest.raises(ValueError, match="tokenizer: expected one that can encode the text, got: .*UNK"):
+        encode_pair(load_tokenizer(folder / "words.json"), "The", " cat")
+
+
+@pytest.mark.parametrize(
+    ("model", "template", "message"),
+    [
+        ({"merges": [["a", "b"]], "continuing_subword_prefix": "##"}, [], ""),
+        ({"merges": [["a", "é"]], "continuing_subword_prefix": "#"}, [], "invalid start byte"),
+        ({"merges": ["a é"], "continuing_subword_prefix": "#"}, [], "invalid start byte"),
+        ({}, [{"SpecialToken": {"id": "b", "type_id": 0}}], ""),
+    ],
+)
+def test_what_the_package_of_tokenizers_panics_at(tmp_path, model, template, message):
+    """The second and third would end the process. What it says of the others is its own."""
+    file = tmp_path / "tokenizer.json"
+    after = {"type": "TemplateProcessing", "single": template, "pair": [], "special_tokens": {}} if template else None
+    vocabulary = {"type": "BPE", "vocab": {"a": 0, "b": 1, "é": 2}, "merges": [], **model}
+    write(file, {"added_tokens": [], "model": vocabulary, "post_processor": after})
+    with pytest.raises(ValueError, match=f"{file}: not a tokenizer.json that .*: .*{message}"):
+        load_tokenizer(file)
 
 
 def test_yaml_of_the_authors(folder):
