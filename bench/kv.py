@@ -103,8 +103,10 @@ def check_attention(inputs, out, ours):
     for lane in {*range(0, batch, -(-batch // 8)), int(inputs.lens.argmax())}:
         length = int(inputs.lens[lane])
         pages = inputs.table[lane, : -(-length // inputs.page_size)].long()
+        # as bytes, since torch 2.6 can't index 8-bit floats on a CPU
         k, v = (
-            cache[pages].flatten(0, 1)[:length].double() * inputs.scale for cache in (inputs.k_cache, inputs.v_cache)
+            cache.view(torch.uint8)[pages].view(cache.dtype).flatten(0, 1)[:length].double() * inputs.scale
+            for cache in (inputs.k_cache, inputs.v_cache)
         )
         q = inputs.q[lane].double().view(GROUPS, HEADS // GROUPS, WIDTH)
         p = (torch.einsum("ghd,kgd->ghk", q, k) * WIDTH**-0.5).softmax(-1)

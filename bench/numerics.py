@@ -181,7 +181,7 @@ class Maker:
         scales = [t.float().abs().amax().view(1) / 448 if fp8 else None for t in (k, v)]
         caches = [t.new_zeros(pages, PAGE, 1, WIDTH).to(FP8 if fp8 else t.dtype) for t in (k, v)]
         ops.kv_append_(k, v, *caches, slots, k_scale=scales[0], v_scale=scales[1])
-        held = [t.flatten(0, 1)[slots].double() * (1 if s is None else s) for t, s in zip(caches, scales)]
+        held = [t.flatten(0, 1).double()[slots] * (1 if s is None else s) for t, s in zip(caches, scales)]
         keys, values = held if fp8 != "given" else (k.double(), v.double())
 
         def attend(keys, values, q=q):

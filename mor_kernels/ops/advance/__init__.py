@@ -131,7 +131,7 @@ def leave(goes_on: torch.Tensor, lanes: Lanes, x: torch.Tensor, size: int, *, ba
     _checks.tensor(op, "x", x, (goes_on.shape[0], "D"), like=goes_on)
     _checks.whole(op, "size", size)
     _checks.no_gradient(op, x)
-    return Leaving(*_leave(goes_on, *lanes[:2], x, size, resolve(op, backend, x)))
+    return Leaving(*_leave(goes_on, lanes.table, lanes.k_lens, x, size, resolve(op, backend, x)))
 
 
 def _check_lanes(op: str, lanes: Lanes, goes_on: torch.Tensor) -> None:

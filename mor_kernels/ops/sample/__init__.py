@@ -68,5 +68,6 @@ def sample(
         _checks.tensor(op, name, numbers, (n,), (torch.float32, torch.float64), logits)
     for name, numbers in (("top_k", top_k), ("seed", seed), ("position", position)):
         _checks.tensor(op, name, numbers, (n,), (torch.int64,), logits)
+    named = resolve(op, backend, logits)
     temperature, top_p, min_p = (t.detach().double().view(torch.int64) for t in (temperature, top_p, min_p))
-    return _sample(logits.detach(), temperature, top_k, top_p, min_p, seed, position, resolve(op, backend, logits))
+    return _sample(logits.detach(), temperature, top_k, top_p, min_p, seed, position, named)
