@@ -28,7 +28,7 @@ def check(q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q,
     if rows is not None:
         _checks.indices(op, "rows", rows, page_table.shape[0])
         k_lens = torch.where(rows >= 0, k_lens, 0)
-        page_table = torch.nn.functional.pad(page_table, (0, 0, 0, 1), value=-1)[rows]
+        page_table = torch.cat((page_table, page_table.new_full((1, page_table.shape[1]), -1)))[rows]
     if cu_seqlens_q is not None:
         _checks.offsets(op, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_table(op, page_table, k_lens, num_pages, page_size)
