@@ -49,6 +49,18 @@ if emulate := os.environ.get("MOR_EMULATE"):  # the CUDA kernels on a CPU, too
         raise ValueError(f"MOR_EMULATE: expected 1 or races, got {emulate}")
     sys.modules["mor_kernels._C"] = emulator.load(races=emulate == "races")
 
+if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.9."):
+    # Its interpreter spreads the truth of a comparison of scalars as numbers of what was compared, no mask to it.
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_splat = InterpreterBuilder.create_splat
+
+    def create_splat_of_truth(self, ret_ty, arg):
+        return create_splat(self, ret_ty, TensorHandle(arg.data, int1) if arg.data.dtype == bool else arg)
+
+    InterpreterBuilder.create_splat = create_splat_of_truth
+
 if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.2."):
     # Two faults of its interpreter, either of which writes where a kernel doesn't: it sums int32 to int64, and a store
     # then writes as many bytes; and it takes a mask of one element, False, for no mask.

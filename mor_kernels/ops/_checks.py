@@ -166,6 +166,14 @@ def offsets(op: str, argument: str, cu_seqlens: torch.Tensor, total: int) -> Non
         fail(op, argument, f"0 first, then ascending to at most {total}", values if len(values) < 9 else "others")
 
 
+def pages(op: str, page_table: torch.Tensor, lens: torch.Tensor, num_pages: int, page_size: int) -> None:
+    """Rows (R, max_pages) have the pages that so many tokens (R,) need."""
+    used = torch.arange(page_table.shape[1], device=lens.device) * page_size < lens[:, None]
+    wrong = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
+    if len(wrong):
+        fail(op, "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))
+
+
 def apart(op: str, results: dict[str, torch.Tensor], **inputs: torch.Tensor | None) -> None:
     """``results``, which are written in place, share memory neither with each other nor with ``inputs``; nor do two
     elements of one of them."""

@@ -87,14 +87,6 @@ def _flat_slots(page_table, cu_seqlens, total, page_size):
     return torch.where(live, page * page_size + place % page_size, 0), live[:, None, None]
 
 
-def check_table(op, page_table, lens, num_pages, page_size):
-    """Rows have the pages that so many tokens need."""
-    used = torch.arange(page_table.shape[1], device=lens.device) * page_size < lens[:, None]
-    wrong = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
-    if len(wrong):
-        _checks.fail(op, "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))
-
-
 def check_lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     op, (num_pages, page_size) = "kv_lookup", k_cache.shape[:2]
     if int(cu_seqlens[-1]) > total:
@@ -103,7 +95,7 @@ def check_lookup(k_cache, v_cache, page_table, cu_seqlens, total):
     lens, room = cu_seqlens.diff(), page_table.shape[1] * page_size
     if len(lens) and int(lens.max()) > room:
         _checks.fail(op, "page_table", f"pages for {int(lens.max())} tokens a row", f"room for {room}")
-    check_table(op, page_table, lens, num_pages, page_size)
+    _checks.pages(op, page_table, lens, num_pages, page_size)
 
 
 def lookup(k_cache, v_cache, page_table, cu_seqlens, total):

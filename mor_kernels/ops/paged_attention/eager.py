@@ -6,7 +6,6 @@ import torch
 
 from .. import _checks
 from .._numeric import wide
-from ..kv.eager import check_table
 from ._parts import unread
 
 _ops = torch.ops.mor_kernels
@@ -31,7 +30,7 @@ def check(q, k_cache, v_cache, page_table, k_lens, schedule, rows, cu_seqlens_q,
         page_table = torch.cat((page_table, page_table.new_full((1, page_table.shape[1]), -1)))[rows]
     if cu_seqlens_q is not None:
         _checks.offsets(op, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    check_table(op, page_table, k_lens, num_pages, page_size)
+    _checks.pages(op, page_table, k_lens, num_pages, page_size)
 
 
 def paged_attention(
