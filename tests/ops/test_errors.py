@@ -380,6 +380,7 @@ def test_decode_qkv_refuses_gradients(argument):
 
 @pytest.mark.parametrize("argument", range(3))
 def test_float64_is_left_to_eager(argument):
+    pytest.importorskip("triton")
     x, update, gates = (
         torch.ones(shape, dtype=torch.float64 if i == argument else torch.float32, device=DEVICES[-1])
         for i, shape in enumerate([(2, 5, 4), (2, 3, 4), (2, 3)])
