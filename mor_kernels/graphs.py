@@ -14,19 +14,22 @@ import torch
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs of a device: each stream keeps what memory it has had, and a workspace for products."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        _give_workspace(device)
-    return stream
+    """One for all graphs of a device: each stream keeps what memory it has had, and workspaces for products."""
+    return torch.cuda.Stream(device)
 
 
-def _give_workspace(device: torch.device | str) -> None:
-    """PyTorch gives cuBLAS a workspace for the current stream at its first product there, for good: if that were one
-    without a workspace, later ones would write past its end."""
-    if torch.cuda.is_available():
-        one = torch.ones(8, 8, device=device)
-        torch.mm(one, one)
+def _give_workspaces() -> None:
+    """PyTorch gives cuBLAS a workspace at a thread's first product on a stream, for good: were that one without a
+    workspace, later ones would write where there is none. Backward passes have a thread of their own."""
+    if not torch.cuda.is_available():
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    for stream in (torch.cuda.current_stream(device), side_stream(device)):
+        with torch.cuda.stream(stream):
+            one = torch.ones(8, 8, device=device, requires_grad=torch.is_grad_enabled())
+            product = torch.mm(one, one)
+            if product.requires_grad:
+                torch.autograd.grad(product.sum(), one)
 
 
 @contextmanager
@@ -34,14 +37,17 @@ def without_workspace() -> Iterator[None]:
     """Within, cuBLAS has no workspace, on the current stream or in a capture on :func:`side_stream`. On Hopper most
     products take their tiles from a counter there, which is set to 0 before each; in a graph that is a node of its own,
     and 5 us pass in which nothing is computed. Without a workspace tiles are shared out beforehand, and the products
-    themselves take as long."""
+    themselves take as long.
+
+    No other thread may do its first product on a stream meanwhile, which would be without a workspace for good.
+    """
     variable, api = "CUBLAS_WORKSPACE_CONFIG", getattr(torch.backends.cuda, "cublas_workspace_size", None)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     # who has set the variable has a reason; deterministic algorithms need it set to what PyTorch tells
     if not hopper or variable in os.environ or torch.are_deterministic_algorithms_enabled():
         yield
         return
-    _give_workspace("cuda")
+    _give_workspaces()
     size = api() if api else None
     try:
         if api:

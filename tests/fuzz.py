@@ -126,6 +126,8 @@ def counted(reports) -> list[dict]:
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "workerinput"):  # what a worker of pytest-xdist has done is a part
+        return
     rows = counted(r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, []) if r.when == "call")
     total = {name: sum(row[name] for row in rows) for name in COUNTS}
     head = {name: name for name in ("part", "backend", *COUNTS)}

@@ -598,6 +598,22 @@ def test_cublas_is_without_a_workspace_only_within(monkeypatch, has_api):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_products_after_those_without_a_workspace(monkeypatch):
+    """On the same stream, in the backward pass too, whose thread has workspaces of its own."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    x, weight = (torch.randn(2048, 2048, device="cuda", requires_grad=True) for _ in range(2))
+    want = None
+    for deterministic in (False, True):  # see without_workspace
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        graphs = Graphs([x, weight], lambda _, scale: [(x * scale @ weight).square().sum().backward()][:0])
+        graphs(None, torch.ones((), device="cuda"))
+        got = [x.grad.clone(), weight.grad.clone()]
+        for a, b in zip(got, want or got):  # fp32 sums of 2,048 products, in any order
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+        want, x.grad, weight.grad = got, None, None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", [0, 1], ids=lambda index: f"cuda:{index}")
 def test_graphs_share_memory_and_gradients_outlive_them(device):
     if device >= torch.cuda.device_count():
