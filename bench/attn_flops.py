@@ -376,7 +376,7 @@ def make_cases(shapes: list[Shape], device: str = "cuda", compiled: Callable = C
 
 def main(argv: list[str] | None = None) -> int:
     parser = command_line("attn_flops")
-    words = f"{SYNTAX}; default: the cases of README.md"
+    words = f"{SYNTAX}; default: the cases of docs/speed.md"
     parser.add_argument("cases", nargs="*", type=Shape.parse, metavar="CASE", help=words)
     options = parser.parse_args(argv)
     if torch.cuda.is_available():
