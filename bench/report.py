@@ -46,11 +46,7 @@ SUMMARY = (
     ("decoding, 360M", "decode", "", "mor-3", "same bytes"),
     ("decoding, 360M", "decode", "", "vanilla-32", "32 sequences"),
 )
-RIVALS = {
-    "fa4": "FlashAttention-4",
-    "compile": "`torch.compile`",
-    "plain": "plain PyTorch, compiled",
-}  # their full names
+RIVALS = {"fa4": "FlashAttention-4", "compile": "`torch.compile`", "plain": "plain PyTorch, compiled"}
 
 
 def results(benchmark: str, folder: Path) -> dict[Path, dict]:
