@@ -28,7 +28,17 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from bench.harness import ROUNDOFF, Case, Implementation, close, command_line, on_gpu, require, verify
+from bench.harness import (
+    COMPILE,
+    ROUNDOFF,
+    Case,
+    Implementation,
+    close,
+    command_line_of_cases,
+    on_gpu,
+    require,
+    verify,
+)
 from mor_kernels import ops
 
 DEFAULT = (
@@ -44,7 +54,6 @@ SYNTAX = (
     "subset:B32,H15/5,d64,N2048,k1365 (1365 queries at random positions, 2048 keys) or ragged:B32,H15/5,d64,N1365 "
     "(lengths of 0.5 to 1.5 times 1365, packed), with numbers of yours"
 )
-COMPILE = functools.partial(torch.compile, dynamic=False, fullgraph=True)
 BACKWARD = 2.5  # times the operations of the forward: five matrix products for its two
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 BLOCK = 128  # queries and keys of a block in the lists of rivals
@@ -375,8 +384,8 @@ def make_cases(shapes: list[Shape], device: str = "cuda", compiled: Callable = C
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = command_line("attn_flops")
-    words = f"{SYNTAX}; default: the cases of README.md"
+    parser = command_line_of_cases("attn_flops", __doc__)
+    words = f"{SYNTAX}; default: the cases of docs/speed.md"
     parser.add_argument("cases", nargs="*", type=Shape.parse, metavar="CASE", help=words)
     options = parser.parse_args(argv)
     if torch.cuda.is_available():

@@ -40,13 +40,15 @@ import torch
 from torch import Tensor
 
 from bench.harness import (
-    _reason,
     close,
-    command_line,
+    command_line_of_cases,
     copy_bandwidth,
     environment,
     format_cells,
     lacks_gpu,
+    new_figure,
+    paper_config,
+    reason,
     require,
     result_path,
     title,
@@ -56,7 +58,7 @@ from bench.harness import (
 from bench.train import grouped, kernels_of
 from mor_kernels.decode import Completion, Engine, SamplingParams
 from mor_kernels.model import MoR, MoRConfig
-from mor_kernels.model.config import LLAMA_SIZES, SIZES
+from mor_kernels.model.config import LLAMA_SIZES
 from mor_kernels.model.convert import separate
 from mor_kernels.ops.sample.eager import uniform
 
@@ -172,11 +174,7 @@ def pretrained(folder: Path, device: str, dtype: torch.dtype = torch.bfloat16) -
 
 def subjects(size: str, device: str) -> list[Subject]:
     """Random models of a size: vanilla ones of the depths that occur, then those with recursions."""
-    configs = {}
-    for name, changes in RECURSIVE.items():
-        layers = SIZES[size]["num_hidden_layers"]
-        layers += (2 - layers) % changes["num_recursions"]  # the first and the last aren't shared
-        configs[name] = MoRConfig.from_size(size, num_hidden_layers=layers, **changes)
+    configs = {name: paper_config(size, **changes) for name, changes in RECURSIVE.items()}
     depths = sorted({config.num_hidden_layers for config in configs.values()})
     configs = {f"vanilla-{depth}": MoRConfig.from_size(size, num_hidden_layers=depth) for depth in depths} | configs
     return [
@@ -419,7 +417,7 @@ def measure(subject: Subject, todo: list[Point], bandwidth: float, cache_bytes: 
         check(model, subject.mix)
     except Exception as error:
         traceback.print_exc()
-        return [row | {"failed": _reason(error)} for row in rows]
+        return [row | {"failed": reason(error)} for row in rows]
     dtype, weights = model.embed_tokens.weight.dtype, weight_bytes(model)
     for row, point in zip(rows, todo):
         try:
@@ -446,7 +444,7 @@ def measure(subject: Subject, todo: list[Point], bandwidth: float, cache_bytes: 
             del engine
         except Exception as error:
             traceback.print_exc()
-            row["failed"] = _reason(error)
+            row["failed"] = reason(error)
         if torch.cuda.is_available():
             gc.collect()  # an engine may refer to itself
             torch.cuda.empty_cache()
@@ -531,7 +529,7 @@ def transformers_row(model: MoR, vanilla: str, cache: str, tokens: int) -> dict:
         return row | {"failed": f"transformers isn't installed: {error}"}
     except Exception as error:
         traceback.print_exc()
-        return row | {"failed": _reason(error)}
+        return row | {"failed": reason(error)}
 
 
 # Output
@@ -576,14 +574,10 @@ def show(row: dict) -> None:
 
 def chart(result: dict, path: Path) -> None:
     """Bars of tokens a second, by case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in result["rows"] if not row["failed"]]
     groups = by_case(rows)
-    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.2 * (len(rows) + 2 * len(groups))), layout="constrained")
+    figure = new_figure(10, 1.5 + 0.2 * (len(rows) + 2 * len(groups)))
+    axes = figure.subplots()
     y, ticks = 0.0, []
     for case, bars in groups.items():
         ticks.append((y + (len(bars) - 1) / 2, case))
@@ -605,18 +599,16 @@ def chart(result: dict, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(right=axes.get_xlim()[1] * 1.3)  # room for the labels
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def main(argv: list[str] | None = None, device: str = "cuda") -> int:
     """Returns 0; 1 if a row of ours failed; 2 without a GPU or without a case."""
-    parser = command_line("decode")
+    parser = command_line_of_cases("decode", __doc__)
     parser.add_argument("--size", default="360M", help="of the paper: 135M, 360M, 730M, 1.7B")
     parser.add_argument("--mean", type=int, default=256, help="tokens of a request")
     parser.add_argument("--sigma", type=float, default=64.0, help="their standard deviation")
     parser.add_argument("--resident", type=int, default=1024, help='sequences of the deepest vanilla model that the '
                         'cache of "same bytes" holds')  # fmt: skip
-    parser.add_argument("--cache-bytes", type=int, help="the size of that cache, in place of --resident")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a trained model, measured besides the others")
     parser.add_argument("--vanilla", type=Path, metavar="FOLDER", help="what it is compared with; by default a random "
                         "model of its depth")  # fmt: skip
@@ -629,11 +621,8 @@ def main(argv: list[str] | None = None, device: str = "cuda") -> int:
     began = time.perf_counter()
     models = subjects(options.size, device)
     vanillas = [subject for subject in models if subject.name == subject.vanilla]  # by depth
-    cache_bytes = options.cache_bytes
-    if cache_bytes is None:
-        context = mean_context(options.mean, options.sigma)
-        each = sequence_bytes(vanillas[-1].config, torch.bfloat16, (1,), context)
-        cache_bytes = math.ceil(options.resident * each / (1 - SPARE))
+    each = sequence_bytes(vanillas[-1].config, torch.bfloat16, (1,), mean_context(options.mean, options.sigma))
+    cache_bytes = math.ceil(options.resident * each / (1 - SPARE))
     if options.quick:
         by_name = {subject.name: subject for subject in models}
         models = [subject for subject in models if subject.name in (QUICK, by_name[QUICK].vanilla)]
@@ -656,7 +645,7 @@ def main(argv: list[str] | None = None, device: str = "cuda") -> int:
         return 2
     result = {
         "benchmark": "decode",
-        "variant": variant_of(parser, options, ["size", "mean", "sigma", "resident", "cache_bytes"]),
+        "variant": variant_of(parser, options, ["size", "mean", "sigma", "resident"]),
         "environment": environment(options.commit),
         "copy_bandwidth": copy_bandwidth(),
         "lengths": f"N({options.mean}, {options.sigma:g}), greedy, empty prompt",

@@ -1,14 +1,16 @@
 """Verify, then time: what all benchmarks share.
 
 A benchmark is a list of :class:`Case`; each holds our implementation and its rivals. Every implementation is compared
-with an independent float64 computation before it is timed. All are timed alike: R calls on R different input sets in
-one CUDA graph, so that no call finds its inputs in the L2 cache and launch gaps count for nobody. Those of a case take
-turns, in another order each time: a card at its power limit slows down, by a tenth and more, and not when one expects.
+with an independent computation, mostly in float64, before it is timed. All are timed alike: R calls on R different
+input sets in one CUDA graph, so that no call finds its inputs in the L2 cache and launch gaps count for nobody. Those
+of a case take turns, in another order each time: a card at its power limit slows down, by a tenth and more, and not
+when one expects.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -29,6 +31,7 @@ import torch
 import torch._functorch.config
 
 from mor_kernels import doctor
+from mor_kernels.model import MoRConfig
 from mor_kernels.ops import _dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +40,7 @@ TURNS = 3
 REPLAYS, QUICK_REPLAYS = 20, 5  # in a turn
 MIN_SETS, MAX_SETS = 8, 512  # eight calls hide the start of a graph; 512 keep it small where the inputs are tiny
 ROUNDOFF = 2.0**-8  # of bf16: the largest relative error of rounding once
+COMPILE = functools.partial(torch.compile, dynamic=False, fullgraph=True)  # what makes the compiled rivals
 
 
 class Mismatch(AssertionError):
@@ -98,6 +102,13 @@ def our_backends(op: str, device: str) -> dict[str, str]:
     """Our backends by what their rows are called: those with kernels, or what the device has in their place."""
     native = [b for b in ("cuda", "triton") if device == "cuda" and not _dispatch.unavailable(b, op, "cuda")]
     return {name: name for name in native} or {"ours, eager": "eager"}
+
+
+def paper_config(size: str, **changes: Any) -> MoRConfig:
+    """The paper's model of a size, with as many layers more as its recursions need to share them, as there."""
+    layers = MoRConfig.from_size(size).num_hidden_layers
+    layers += (2 - layers) % changes.get("num_recursions", 1)  # the first and the last aren't shared
+    return MoRConfig.from_size(size, num_hidden_layers=layers, **changes)
 
 
 def sets_needed(nbytes: int, l2_bytes: int) -> int:
@@ -166,7 +177,7 @@ def sample_on_gpu(case: Case, implementation: Implementation, replays: int) -> S
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             outputs = [call() for call in calls]
     except Exception as error:
-        print(f"  {implementation.name} can't be captured ({_reason(error)}); plain calls are timed", flush=True)
+        print(f"  {implementation.name} can't be captured ({reason(error)}); plain calls are timed", flush=True)
         torch.cuda.synchronize()
         turn = iter(calls * replays)
         flush = torch.empty(4 * l2_bytes, dtype=torch.uint8, device="cuda")
@@ -179,7 +190,8 @@ def sample_on_gpu(case: Case, implementation: Implementation, replays: int) -> S
     return Samples([ms / len(calls) for ms in elapsed(graph.replay, replays)], "graph", error)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What a row says of a failure: the first line of the error."""
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]
 
 
@@ -203,7 +215,7 @@ def measure(case: Case, result: dict, sample: Callable[[Case, Implementation], S
             try:
                 return step(case, case.implementations[i])
             except Exception as error:
-                rows[i]["failed"] = _reason(error)
+                rows[i]["failed"] = reason(error)
                 traceback.print_exc()
 
     errors = [attempt(i, verify) for i in range(len(rows))]
@@ -340,13 +352,15 @@ RIVALS = "x+^v<>*phd"
 FARTHEST = 200  # times the floor; what takes longer is drawn there, since a floor of nanoseconds says nothing
 
 
+def new_figure(width: float, height: float):
+    """An empty figure, in inches. Needs matplotlib."""
+    from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def chart(result: dict, path: Path) -> None:
     """A line for each case: time as a multiple of the floor, ours and the rivals'; and our best in milliseconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in result["rows"] if not row["failed"]]
     styles = {}
     for row in sorted(rows, key=lambda row: not row["ours"]):
@@ -368,7 +382,8 @@ def chart(result: dict, path: Path) -> None:
                 points[row["impl"]][0].append(values[-1])
                 points[row["impl"]][1].append(y)
         y += 1.5
-    figure, axes = plt.subplots(figsize=(9, 1.8 + 0.2 * y), layout="constrained")
+    figure = new_figure(9, 1.8 + 0.2 * y)
+    axes = figure.subplots()
     for impl, (x, where) in points.items():
         axes.scatter(x, where, s=36, alpha=0.9, label=impl, **styles[impl])
     axes.axvline(1, color="black", linewidth=0.8)
@@ -396,7 +411,6 @@ def chart(result: dict, path: Path) -> None:
     if styles:
         figure.legend(loc="outside lower center", ncols=min(len(styles), 6), frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def title(result: dict) -> str:
@@ -412,8 +426,6 @@ def title(result: dict) -> str:
 
 def save_bars(figure, names: list[str], label: str, result: dict, path: Path) -> None:
     """Names and finishes the one chart of a figure, whose horizontal bars are at 0, 1, 2, ... from the top."""
-    import matplotlib.pyplot as plt
-
     (axes,) = figure.axes
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
@@ -422,7 +434,6 @@ def save_bars(figure, names: list[str], label: str, result: dict, path: Path) ->
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title(result), fontsize=10)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def bandwidth(result: dict) -> str:
@@ -435,13 +446,19 @@ def variant_of(parser: argparse.ArgumentParser, options: argparse.Namespace, nam
     return ", ".join(f"{name} {' '.join(v) if isinstance(v, list) else v}" for name, v in values)
 
 
-def command_line(benchmark: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
-    parser = argparse.ArgumentParser(prog=f"bench/{benchmark}.py", description=f"Benchmark: {benchmark}.")
+def command_line(benchmark: str, doc: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share; ``doc`` is the script's docstring."""
+    parser = argparse.ArgumentParser(prog=f"bench/{benchmark}.py", description=doc.partition("\n")[0])
+    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where the results go")
+    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
+    return parser
+
+
+def command_line_of_cases(benchmark: str, doc: str) -> argparse.ArgumentParser:
+    """These, and those of benchmarks that are a list of cases."""
+    parser = command_line(benchmark, doc)
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     parser.add_argument("--only", metavar="SUBSTRING", default="", help='cases whose "op case" contains this')
-    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where JSON and chart go")
-    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
     return parser
 
 
@@ -453,13 +470,13 @@ def lacks_gpu() -> bool:
     return True
 
 
-def main(benchmark: str, make_cases: Callable[[], list[Case]], argv: list[str] | None = None) -> int:
-    """The command line of a benchmark without options of its own.
+def main(benchmark: str, doc: str, make_cases: Callable[[], list[Case]], argv: list[str] | None = None) -> int:
+    """The command line of a benchmark without options of its own; ``doc`` is its docstring.
 
     Returns:
         0; 1 if one of our rows failed; 2 without a GPU or without a case.
     """
-    options = command_line(benchmark).parse_args(argv)
+    options = command_line_of_cases(benchmark, doc).parse_args(argv)
     return 2 if lacks_gpu() else on_gpu(benchmark, make_cases, options)
 
 

@@ -21,14 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from bench.harness import ROUNDOFF, Case, Implementation, close, main, our_backends, require
+from bench.harness import COMPILE, ROUNDOFF, Case, Implementation, close, main, our_backends, require
 from mor_kernels import ops
 
 HEADS, GROUPS, WIDTH = 15, 5, 64
 BATCHES, MEANS, PAGE_SIZES = (32, 128, 512), (128, 2048, 16384), (16, 64)
 PROMPTS = (8192, 65536)  # tokens appended at once
 PLAIN = 2**18  # tokens that plain PyTorch, which pads rows and repeats heads, is asked to attend to at the most
-COMPILE = functools.partial(torch.compile, dynamic=False, fullgraph=True)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 THETA = 10000.0
 SHARED = 2**28  # bytes of a pool from which on all input sets share one: a call finds nothing of it in the cache
@@ -403,4 +402,4 @@ def make_cases(
 
 
 if __name__ == "__main__":
-    sys.exit(main("kv", make_cases))
+    sys.exit(main("kv", __doc__, make_cases))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from bench.harness import ROUNDOFF, Case, Implementation, close, main, our_backends
+from bench.harness import COMPILE, ROUNDOFF, Case, Implementation, close, main, our_backends
 from mor_kernels import ops
 
 TOKENS = 32768
@@ -29,7 +29,6 @@ NORM = ((TOKENS, 960, 1600), (TOKENS, 960, 5120), (TOKENS, 2048, 16384))  # toke
 SWIGLU = ((TOKENS, 2560, 960), (TOKENS, 8192, 2048))  # tokens, intermediate size, hidden size
 ROPE = ((16, 2048, 15, 5, 64), (16, 2048, 32, 8, 64))  # sequences, length, heads, key/value heads, width
 LOSS = ((TOKENS, 960, 49152), (TOKENS, 2048, 49152))  # tokens, hidden size, vocabulary
-COMPILE = functools.partial(torch.compile, dynamic=False, fullgraph=True)
 EPS, THETA, BF16 = 1e-5, 10000.0, 2  # bytes
 # A result is rounded, and in a backward pass the product before it is, which is of its size. What a product sums up is
 # rounded as well: by 0.4 roundoffs of the product's size on average, and six times that at the worst of many millions.
@@ -234,4 +233,4 @@ def make_cases(
 
 
 if __name__ == "__main__":
-    sys.exit(main("layer", make_cases))
+    sys.exit(main("layer", __doc__, make_cases))

@@ -13,7 +13,6 @@ recorded of it before. Without a GPU plain PyTorch is measured alone, since Trit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import itertools
@@ -37,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.harness import RESULTS, environment, require, result_path, title, write
+from bench.harness import command_line, environment, new_figure, reason, require, result_path, title, write
 from mor_kernels import ops
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.ops import _dispatch
@@ -362,7 +361,7 @@ def measured(problem: Problem) -> list[dict]:
             except Exception as error:
                 if "is not available" not in str(error):
                     traceback.print_exc()
-                    rows += [row | {"of": of, "failed": str(error)[:300]} for of in problem.exact]
+                    rows += [row | {"of": of, "failed": reason(error)} for of in problem.exact]
     return rows
 
 
@@ -514,7 +513,7 @@ def collected(begun: list[Future]) -> list[dict]:
             rows.append(run.result())
         except Exception as error:
             traceback.print_exc()
-            rows.append({"precision": precision, "seed": seed, "failed": str(error)[:300]})
+            rows.append({"precision": precision, "seed": seed, "failed": reason(error)})
     return rows
 
 
@@ -544,12 +543,6 @@ def chart(result: dict, path: Path) -> None:
             figure.savefig(path.with_name(f"{path.stem}-{part}.png"), dpi=110)
 
 
-def _figure(*size: float):
-    from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
-
-    return Figure(figsize=size, layout="constrained")
-
-
 def _finish(axes, name: str, x: str) -> None:
     axes.set_title(name, fontsize=8)
     axes.set_xlabel(x, fontsize=8)
@@ -571,7 +564,7 @@ def draw_ops(rows: list[dict]):
     groups = list(dict.fromkeys((row["op"], row["of"], row["axis"]) for row in rows))
     columns = 4
     lines = -(-len(groups) // columns)
-    figure = _figure(12, 0.8 + 2.1 * lines)
+    figure = new_figure(12, 0.8 + 2.1 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, (op, of, axis) in zip(panels, groups):
         group = [row for row in rows if (row["op"], row["of"], row["axis"]) == (op, of, axis)]
@@ -593,7 +586,7 @@ def draw_model(rows: list[dict]):
     """A column for each router; above, the share of tokens with another depth than float64's, and below, the error of
     the logits where depths are float64's."""
     kinds = [(value, axis) for value in ("moved", "replayed_rms") for axis in ("N", "Nr")]
-    figure = _figure(12, 10)
+    figure = new_figure(12, 10)
     panels = figure.subplots(len(kinds), len(ROUTERS), squeeze=False)
     names = {"moved": "tokens of another depth", "replayed_rms": "error of logits"}
     for across, (value, axis) in zip(panels, kinds):
@@ -617,7 +610,7 @@ def draw_model(rows: list[dict]):
 
 def draw_training(rows: list[dict]):
     """Losses, and how they differ: of bf16 and fp32 from the same start, and of two seeds."""
-    figure = _figure(12, 4.5)
+    figure = new_figure(12, 4.5)
     panels = figure.subplots(1, 3)
     for row in (row for row in rows if not row["failed"]):
         short = {"float32": "fp32", "bfloat16": "bf16"}[row["precision"]]
@@ -636,12 +629,10 @@ def draw_training(rows: list[dict]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/numerics.py", description="Benchmark: errors against float64.")
+    parser = command_line("numerics", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--data", type=Path, metavar="DIR", help="tokens to train on, as prepare wrote them")
     parser.add_argument("--quick", action="store_true", help="small sizes, also without a GPU")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where JSON and charts go")
-    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.quick:

@@ -1,7 +1,7 @@
-"""Write the tables of README.md, and the charts, from the JSON in bench/results.
+"""Write the tables of README.md and docs/speed.md, and the charts, from the JSON in bench/results.
 
 python bench/report.py           # writes
-python bench/report.py --check   # exits with 1 if README.md isn't what it would write
+python bench/report.py --check   # exits with 1 if a page isn't what it would write
 """
 
 from __future__ import annotations
@@ -21,12 +21,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import decode, numerics, scaling, serve
 from bench.harness import RESULTS, ROOT, best_rival, chart, tflops, title
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md")
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.S)
 # columns of rivals, and what is in the names of their rows
 FAMILIES = {"FlexAttention": "flex", "cuDNN": "cudnn", "FA2": "FA2", "FA4": "fa4"}
 NONE = "No result has been recorded yet."
 HEADER = ("operator", "case", "ours, ms", "floor, ms", "x floor", "best eager, ms", "compiled, ms", "faster by")
+
+# README.md's table: what a line says, and where it stands (benchmark, variant, operator or model, case)
+CARD = "NVIDIA H200"
+SUMMARY = (
+    ("attention of kept tokens over all keys", "attn_flops", "", "subset forward", "B32 H15/5 d64 N2048 k1365"),
+    ("its backward", "attn_flops", "", "subset backward", "B32 H15/5 d64 N2048 k1365"),
+    ("attention of kept tokens over all keys", "attn_flops", "", "subset forward", "B4 H16/8 d128 N8192 k4096"),
+    ("its backward", "attn_flops", "", "subset backward", "B4 H16/8 d128 N8192 k4096"),
+    ("router, top-k and gather", "routing", "", "route", "B32 N2048 D960 k1365"),
+    ("their backward", "routing", "", "route backward", "B32 N2048 D960 k1365"),
+    ("scatter-back", "routing", "", "scatter_back", "B32 N2048 D960 k1365"),
+    ("SwiGLU and its projection, both ways", "layer", "", "swiglu_linear fwd+bwd", "n32768 F2560 D960"),
+    ("attention over pages while decoding", "kv", "", "decode", "B128 mean 2048, page 16"),
+    ("training step, 360M", "train", "", "train step", "mor-3"),
+    ("training step, 1.7B", "train", "size 1.7B", "train step", "mor-3"),
+    ("decoding, 360M", "decode", "", "mor-3", "32 sequences"),
+    ("decoding, 360M", "decode", "", "mor-3", "same bytes"),
+    ("decoding, 360M", "decode", "", "vanilla-32", "32 sequences"),
+)
+RIVALS = {"fa4": "FlashAttention-4", "compile": "`torch.compile`", "plain": "plain PyTorch, compiled"}
 
 
 def results(benchmark: str, folder: Path) -> dict[Path, dict]:
@@ -35,12 +55,12 @@ def results(benchmark: str, folder: Path) -> dict[Path, dict]:
     return {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def _groups(result: dict) -> Iterator[tuple[str, str, list[dict], dict | None]]:
-    """Operator, case, its rows, and the fastest of ours among them."""
+def cases_of(result: dict) -> Iterator[tuple[str, str, list[dict], dict | None]]:
+    """Operator, case, its rows, and the fastest of our kernels among them; "default" is one of these once more."""
     rows = result["rows"]
     for op, case in dict.fromkeys((row["op"], row["case"]) for row in rows):
         group = [row for row in rows if (row["op"], row["case"]) == (op, case)]
-        ours = [row for row in group if row["ours"]]
+        ours = [row for row in group if row["ours"] and row["impl"] != "default"]
         yield op, case, group, min(ours, key=lambda row: row["ms"] or math.inf, default=None)
 
 
@@ -51,7 +71,7 @@ def markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]
 def table(result: dict, library: str | None = None) -> list[str]:
     """A Markdown table with a line for each (operator, case); ``library``, a rival, has a column of its own."""
     lines = []
-    for op, case, group, own in _groups(result):
+    for op, case, group, own in cases_of(result):
         eager = best_rival([row for row in group if row["impl"] not in ("compile", library)], op, case)
         compiled = best_rival([row for row in group if row["impl"] == "compile"], op, case)
         shown = [eager, compiled]
@@ -67,19 +87,17 @@ def flops_table(result: dict) -> list[str]:
     """The same where operations are counted: TFLOP/s of our kernels, of what is called by default, and of rivals. The
     share of the matrix product's, and how much faster than rivals, are the better kernel's."""
     lines = []
-    for op, case, group, _ in _groups(result):
+    for op, case, group, own in cases_of(result):
         triton, hopper, default = (
             next((row for row in group if row["impl"] == name), None) for name in ("triton", "hopper", "default")
-        )
-        own = min(
-            (row for row in (triton, hopper) if row and not row["failed"]), key=lambda row: row["ms"], default=None
         )
         rivals = {
             family: [row for row in group if part in row["impl"] and "+" not in row["impl"]]  # + mask is another matter
             for family, part in FAMILIES.items()
         }
         best = {family: best_rival(rows, op, case) for family, rows in rivals.items()}
-        share = f"{1e14 * tflops(own) / result['matmul_flops_per_second']:.0f}" if own else "-"
+        done = own and not own["failed"]
+        share = f"{1e14 * tflops(own) / result['matmul_flops_per_second']:.0f}" if done else "-"
         shown = [_tflops(best[family] or next(iter(rows), None)) for family, rows in rivals.items()]
         against = [_faster(own, rival) for rival in (best["FlexAttention"], best_rival(group, op, case))]
         lines.append((op, case, _tflops(triton), _tflops(hopper), share, _tflops(default), *shown, *against))
@@ -90,7 +108,7 @@ def flops_table(result: dict) -> list[str]:
 def bytes_table(result: dict) -> list[str]:
     """The same where a library is among the rivals, with the share of the copy's bandwidth that ours reaches."""
     lines = []
-    for op, case, group, own in _groups(result):
+    for op, case, group, own in cases_of(result):
         best = {
             name: best_rival([row for row in group if name in row["impl"]], op, case)
             for name in ("eager", "compile", "FlashInfer")
@@ -111,7 +129,7 @@ def train_table(result: dict) -> list[str]:
     """Whole training steps, and what their kernels are for. A model's time and operations are both shown relative to
     our own vanilla's: skipping tokens pays off fully where the first is at most the second."""
     lines, kinds = [], []
-    groups = list(_groups(result))
+    groups = list(cases_of(result))
     vanilla = next((own for _, case, _, own in groups if case == "vanilla" and own and not own["failed"]), None)
     for op, case, group, own in groups:
         plain = next((row for row in group if not row["ours"]), None)
@@ -161,6 +179,58 @@ def serve_table(result: dict) -> list[str]:
         share = f"{100 * row['tokens_per_second'] / alone['tokens_per_second']:.0f}" if done else "-"
         lines.append((row["case"], row["way"], speed, share))
     return markdown(("engine", "way", "tokens/s", "% of the engine's"), lines)
+
+
+def summary(folder: Path) -> str:
+    """README.md's table: what a reader decides by, ours beside the best rival of the same run."""
+    found = {}
+    for benchmark in dict.fromkeys(benchmark for _, benchmark, *_ in SUMMARY):
+        for result in results(benchmark, folder).values():
+            if result["environment"]["card"] == CARD:
+                found[benchmark, result.get("variant") or ""] = result
+    lines = []
+    for what, benchmark, variant, name, case in SUMMARY:
+        if result := found.get((benchmark, variant)):
+            cells = _decoding if benchmark == "decode" else _beside_best_rival
+            lines.append((what, *cells(result, name, case)))
+    if not lines:
+        return f"{NONE}\n"
+    where = "; ".join(dict.fromkeys(title({"environment": result["environment"]}) for result in found.values()))
+    return "\n".join([f"{where}:", "", *markdown(("", "case", "ours", "best rival", "times as fast"), lines), ""])
+
+
+def _beside_best_rival(result: dict, op: str, case: str) -> tuple[str, ...]:
+    own = next(own for *key, _, own in cases_of(result) if key == [op, case])
+    rival = best_rival(result["rows"], op, case)
+    name = RIVALS.get(rival["impl"], rival["impl"]) if rival else None
+    return case, _figures(own), f"{name}: {_figures(rival)}" if name else "-", _faster(own, rival)
+
+
+def _decoding(result: dict, model: str, case: str) -> tuple[str, ...]:
+    """A model beside the vanilla one of its depth, and that one beside transformers."""
+    rows = {row["model"]: row for row in result["rows"] if row["case"] == case}
+    own, vanilla = rows[model], rows.get(rows[model]["vanilla"])
+    rivals = [row for name, row in rows.items() if name.startswith("transformers")] if own is vanilla else [vanilla]
+    done = [row for row in rivals if row and not row["failed"]]
+    rival = max(done, key=lambda row: row["tokens_per_second"], default=None)
+    shown, speed = f"{model}, {case}", "failed" if own["failed"] else _speed(own)
+    if own["failed"] or not rival:
+        return shown, speed, "-", "-"
+    times = own["tokens_per_second"] / rival["tokens_per_second"]
+    return shown, speed, f"{rival['model']}: {_speed(rival)}", f"{times:.2f}"
+
+
+def _speed(row: dict) -> str:
+    return f"{row['tokens_per_second']:,.0f} tokens/s"
+
+
+def _figures(row: dict | None) -> str:
+    """A step's time and memory; of an operator the rate of its operations where these are counted, or the time."""
+    if row is None or row["failed"]:
+        return "failed" if row else "-"
+    if "peak_bytes" in row:
+        return f"{row['ms']:.1f} ms, {row['peak_bytes'] / 2**30:.1f} GiB"
+    return f"{tflops(row):.0f} TFLOP/s" if "flops" in row else f"{row['ms']:.3g} ms"
 
 
 def numerics_table(part: str, found: dict) -> list[str]:
@@ -268,6 +338,8 @@ CHARTS = {"decode": decode.chart, "scaling": scaling.chart, "serve": serve.chart
 
 def section(benchmark: str, folder: Path = RESULTS) -> str:
     """What stands between the markers."""
+    if benchmark == "summary":
+        return summary(folder)
     parts = []
     for path, result in results(benchmark, folder).items():
         where = result["environment"]
@@ -276,7 +348,7 @@ def section(benchmark: str, folder: Path = RESULTS) -> str:
         made = f"driver {where['driver']}, CUDA {where['cuda']}, commit {commit_of(where)}, {where['date'][:10]}"
         parts.append(
             f"{title(result)}; {made}."
-            f"{unfinished} [Chart](bench/results/{path.stem}.png).\n\n" + "\n".join(as_lines(result)) + "\n"
+            f"{unfinished} [Chart](../bench/results/{path.stem}.png).\n\n" + "\n".join(as_lines(result)) + "\n"
         )
     return "\n".join(parts) or f"{NONE}\n"
 
@@ -292,16 +364,17 @@ def rendered(text: str, folder: Path = RESULTS) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/report.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if README.md is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     options = parser.parse_args(argv)
-    text = README.read_text(encoding="utf-8")
-    fresh = rendered(text)
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    old = [page for page, text in texts.items() if rendered(text) != text]
     if options.check:
-        if fresh != text:
-            print("README.md is out of date: run python bench/report.py", file=sys.stderr)
-        return int(fresh != text)
-    README.write_text(fresh, encoding="utf-8")
-    for benchmark in (found[2] for found in SECTION.finditer(text)):
+        for page in old:
+            print(f"{page.name} is out of date: run python bench/report.py", file=sys.stderr)
+        return int(bool(old))
+    for page in old:
+        page.write_text(rendered(texts[page]), encoding="utf-8")
+    for benchmark in (found[2] for text in texts.values() for found in SECTION.finditer(text)):
         for path, result in results(benchmark, RESULTS).items():
             CHARTS.get(benchmark, chart)(result, path.with_suffix(".png"))
             print(f"{path.stem}: {len(result['rows'])} rows")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from bench.harness import ROUNDOFF, Case, Implementation, close, main, our_backends, require
+from bench.harness import COMPILE, ROUNDOFF, Case, Implementation, close, main, our_backends, require
 from mor_kernels import ops
 
 ALPHA = 0.1
@@ -29,7 +29,6 @@ SCATTER = ROUTE[:3]
 SELECT = ((32, 2048, 1365), (4, 16384, 5461), (1, 131072, 43690))
 PACK = (32, 2048, 3)
 AUX = (32, 2048, 1365)
-COMPILE = functools.partial(torch.compile, dynamic=False, fullgraph=True)
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 EXACT = 1e-5  # of the sum of magnitudes: sums in fp32, whatever their order
 
@@ -493,4 +492,4 @@ def make_cases(
 
 
 if __name__ == "__main__":
-    sys.exit(main("routing", make_cases))
+    sys.exit(main("routing", __doc__, make_cases))

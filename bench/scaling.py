@@ -23,7 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.harness import RESULTS, ROOT, environment, require, result_path, save_bars, variant_of, write
+from bench.harness import (
+    ROOT,
+    command_line,
+    environment,
+    new_figure,
+    require,
+    result_path,
+    save_bars,
+    variant_of,
+    write,
+)
 
 CASES = {  # equal loads on all GPUs, and unequal ones
     "mor-3": ["num_recursions=3", "router=expert_choice"],
@@ -80,14 +90,10 @@ def compare(rows: list[dict]) -> None:
 
 def chart(result: dict, path: Path) -> None:
     """Bars of tokens a second by model, GPUs and kind of parallelism, and marks at as many times one GPU's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in result["rows"] if not row["failed"]]
     names = [f"{row['case']}, {row['gpus']} GPU" + f"s, {row['parallel']}" * (row["gpus"] > 1) for row in rows]
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(rows)), layout="constrained")
+    figure = new_figure(9, 1.5 + 0.3 * len(rows))
+    axes = figure.subplots()
     colors = ["silver" if row["gpus"] == 1 else "#0072b2" if row["parallel"] == "ddp" else "#56b4e9" for row in rows]
     for y, (row, color) in enumerate(zip(rows, colors)):
         speed, share = row["tokens_per_second"], ""
@@ -102,7 +108,7 @@ def chart(result: dict, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/scaling.py", description="Benchmark: training on several GPUs.")
+    parser = command_line("scaling", __doc__)
     parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="default: 1, 2, 4, ... of those there are")
     parser.add_argument("--preset", default="360M")
     parser.add_argument("--batch", type=int, default=16, help="sequences a GPU and step")
@@ -111,8 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", nargs="*", default=[], metavar="FIELD=VALUE", help="of MoRConfig, for all cases")
     parser.add_argument("--train", nargs="*", default=[], metavar="FIELD=VALUE", help="of TrainConfig")
     parser.add_argument("--only", metavar="SUBSTRING", default="", help="cases whose name contains this")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where the JSON goes")
-    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
     options = parser.parse_args(argv)
     if options.steps < LOG_EVERY * (SKIPPED + 2):
         parser.error(f"--steps: expected at least {LOG_EVERY * (SKIPPED + 2)}, got {options.steps}")

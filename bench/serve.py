@@ -26,9 +26,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.harness import RESULTS, ROOT, environment, lacks_gpu, require, result_path, save_bars, variant_of, write
+from bench.harness import (
+    ROOT,
+    command_line,
+    environment,
+    lacks_gpu,
+    new_figure,
+    paper_config,
+    require,
+    result_path,
+    save_bars,
+    variant_of,
+    write,
+)
 from mor_kernels.decode import Engine, SamplingParams
-from mor_kernels.model import MoR, MoRConfig
+from mor_kernels.model import MoR
 
 PROMPT = list(range(100, 120))
 RUNS = 5
@@ -175,13 +187,9 @@ def measure(model: MoR, options: argparse.Namespace, invariant: bool) -> list[di
 
 def chart(result: dict, path: Path) -> None:
     """Bars of tokens a second, by engine and way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in result["rows"] if not row["failed"]]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(rows)), layout="constrained")
+    figure = new_figure(9, 1.2 + 0.3 * len(rows))
+    axes = figure.subplots()
     for y, row in enumerate(rows):
         speed = row["tokens_per_second"]
         axes.barh(y, speed, height=0.75, color="silver" if row["way"] == "engine" else "#56b4e9")
@@ -190,13 +198,11 @@ def chart(result: dict, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/serve.py", description="Benchmark: ways to the engine.")
+    parser = command_line("serve", __doc__)
     parser.add_argument("--size", default="360M", help="of the model, a name of the paper's")
     parser.add_argument("--clients", type=int, default=64, help="requests at once")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="of each request")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="where JSON and chart go")
-    parser.add_argument("--commit", help="the commit measured, where the copy has no git history")
     parser.add_argument("--client", type=int, nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.client:
@@ -207,9 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--requests: expected a multiple of --clients {options.clients}, got {options.requests}")
     if lacks_gpu():
         return 2
-    config = MoRConfig.from_size(
-        options.size, num_recursions=4, router="expert_choice", alpha=1.0, **depth(options.size)
-    )
+    config = paper_config(options.size, num_recursions=4, router="expert_choice", alpha=1.0)
     torch.manual_seed(0)
     model = MoR(config).to("cuda", torch.bfloat16).eval()
     result = {"benchmark": "serve", "variant": variant_of(parser, options, ["size", "clients", "requests", "tokens"]),
@@ -223,14 +227,6 @@ def main(argv: list[str] | None = None) -> int:
     chart(result, path.with_suffix(".png"))
     print(f"written to {path}")
     return int(any(row["failed"] for row in result["rows"]))
-
-
-def depth(size: str) -> dict:
-    """A depth that divides into four recursions besides the model's own ends, the nearest above the paper's."""
-    from mor_kernels.model.config import SIZES
-
-    layers = SIZES[size]["num_hidden_layers"] if size in SIZES else 0
-    return {"num_hidden_layers": layers + (2 - layers) % 4}
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
 
 A step is forward, backward, clipping and AdamW (fused) on fp32 weights that are computed with in bf16; everything but
 the reading of data. Plain is the same model in plain PyTorch, compiled as a whole: SDPA with FlashAttention-2, topk,
-sort, gather, scatter_add, and a cross-entropy of all logits. Before they are timed, the gradients of each are compared
-with those of plain PyTorch in fp32. Floating-point operations are the useful ones: of tokens that a recursion keeps,
-and pairs that the mask keeps. Memory is the most that was allocated during a step, weights and optimizer included.
+sort, gather, scatter_add, and a cross-entropy of all logits. It has no token-choice and no shared keys and values; of
+the models that it has, gradients are compared with its in fp32 before anything is timed, and of the others they must be
+finite. Floating-point operations are the useful ones: of tokens that a recursion keeps, and pairs that the mask keeps.
+Memory is the most that was allocated during a step, weights and optimizer included.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.harness import (
+    COMPILE,
     Case,
     Implementation,
     Samples,
     close,
-    command_line,
+    command_line_of_cases,
     elapsed,
     lacks_gpu,
     on_gpu,
+    paper_config,
     require,
     variant_of,
 )
 from mor_kernels.model import MoR, MoRConfig
-from mor_kernels.model.config import SIZES
 from mor_kernels.model.convert import separate
 from mor_kernels.train.passes import Graphs, parameters_in
 
@@ -168,7 +170,7 @@ class Step:
         self.inputs, self.how = inputs, how
         if how.startswith("plain"):
             self.model = Plain(model)
-            self.loss = torch.compile(self.model, fullgraph=True, dynamic=False) if how == "plain" else self.model
+            self.loss = COMPILE(self.model) if how == "plain" else self.model
         else:
             self.model = self.loss = Ours(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
@@ -298,17 +300,10 @@ def sample(case: Case, implementation: Implementation, steps: int, *, shape: tup
     return Samples(ms, "events", facts=facts)
 
 
-def config_of(name: str, size: str, length: int = 2048) -> MoRConfig:
-    """The paper's model of a size, with as many layers more as its recursions need to share them, as there."""
-    layers, recursions = SIZES[size]["num_hidden_layers"], CASES[name].get("num_recursions", 1)
-    layers += (2 - layers) % recursions  # the first and the last aren't shared
-    return MoRConfig.from_size(size, num_hidden_layers=layers, max_position_embeddings=max(2048, length), **CASES[name])
-
-
 def cases(names: Iterable[str], size: str, batch: int, length: int) -> list[Case]:
     made = []
     for name in names:
-        config = config_of(name, size, length)
+        config = paper_config(size, max_position_embeddings=max(2048, length), **CASES[name])
         with torch.device("meta"):
             parameters = sum(p.numel() for p in MoR(config).parameters())
         hows = ["plain", "ours, graph"] if name in PLAIN else ["ours, graph"]
@@ -330,7 +325,7 @@ def _gradients(how: str, inputs: SimpleNamespace) -> Callable[[], dict[str, torc
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = command_line("train")
+    parser = command_line_of_cases("train", __doc__)
     parser.add_argument("--size", default="360M", help="of the paper: 135M, 360M, 730M, 1.7B")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)

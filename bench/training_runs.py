@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import RESULTS, ROOT, write
+from bench.harness import RESULTS, ROOT, new_figure, write
 from bench.report import markdown
 from mor_kernels.model import MoRConfig
 from mor_kernels.model.config import SIZES
@@ -326,11 +326,9 @@ def chart(runs: list[dict], image: Path) -> None:
     A colour is a router and a number of recursions, a line's style what keys and values are; a legend is in the order
     of the last losses.
     """
-    from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
-
     groups = [[run for run in runs if bool(run["how"]) == how] for how in (False, True)]
     groups = [group for group in groups if group]
-    figure = Figure(figsize=(8 * len(groups), 5), layout="constrained")
+    figure = new_figure(8 * len(groups), 5)
     for axes, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
         kinds = sorted({(run["config"].router, run["config"].num_recursions) for run in group})
         looks: Counter = Counter()

@@ -75,10 +75,8 @@ class Measured(SphinxDirective):
         path = max(found, key=lambda path: found[path]["environment"]["date"])
         self.env.note_dependency(str(path))
         lines = []
-        for op, case, rows, _ in report._groups(found[path]):
-            done = [row for row in rows if row["ours"] and row["impl"] != "default" and not row["failed"]]
-            if op in wanted and done:
-                own = min(done, key=lambda row: row["ms"])
+        for op, case, _, own in report.cases_of(found[path]):
+            if op in wanted and own and not own["failed"]:
                 times = f"{own['ms'] / own['floor_ms']:.2f}"
                 lines.append((op, case, own["impl"], f"{own['ms']:.3g}", f"{own['floor_ms']:.3g}", times))
         if missing := set(wanted) - {op for op, *_ in lines}:

@@ -92,6 +92,17 @@ def test_every_fault_has_a_test_that_exists():
             assert name in there[path], f"{path} has no {name}"
 
 
+def test_the_map_of_the_files_has_every_folder_and_nothing_that_is_gone():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = re.search(r"```\n(mor_kernels/\n.*?)```", text, re.S)[1]
+    named = set(re.findall(r"\w+(?:/(?=\s)|\.(?:py|cpp|h|txt)\b)", tree))
+    parts = ("mor_kernels", "csrc", "bench", "docs", "tests")
+    places = [*ROOT.iterdir(), *(path for part in parts for path in (ROOT / part).rglob("*"))]
+    there = {f"{path.name}{'/' * path.is_dir()}" for path in places}
+    packages = {f"{path.parent.name}/" for path in (ROOT / "mor_kernels").rglob("__init__.py")}
+    assert packages <= named <= there, (packages - named, named - there)
+
+
 def sizes(case: str) -> dict[str, int]:
     """The sizes in a case's name; benchmarks of keys and values have heads of their own."""
     case = re.sub(r"H(\d+)/(\d+)", r"H\1 G\2", case)

@@ -250,7 +250,7 @@ def test_a_whole_run(small, tmp_path, capsys, monkeypatch):
     assert step["tokens_per_second"] == pytest.approx(3e3 / step["deepest"] / alone["tick_ms"])
 
     text = report.section("decode", tmp_path)
-    assert f"[Chart](bench/results/{path.stem}.png)" in text
+    assert f"[Chart](../bench/results/{path.stem}.png)" in text
     cases = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")][2:]
     assert list(dict.fromkeys(cases)) == [case for case, before in zip(cases, ["", *cases]) if case != before]
     assert text.count("\n| ") == len(result["rows"]) + 2 and "| case | model | sequences | tokens/s |" in text

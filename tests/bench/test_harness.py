@@ -113,8 +113,15 @@ def on_a_gpu(monkeypatch, tmp_path, cases, **more):
     monkeypatch.setattr(harness, "matmul_flops_per_second", lambda: 7e14)
     monkeypatch.setattr(harness, "sample_on_gpu", lambda *_: Samples([0.1], "graph"))
     monkeypatch.setattr(harness, "chart", lambda result, path: None)
-    options = harness.command_line("double").parse_args(["--out", str(tmp_path)])
+    options = harness.command_line_of_cases("double", "").parse_args(["--out", str(tmp_path)])
     return harness.on_gpu("double", lambda: cases, options, **more)
+
+
+def test_models_have_the_papers_depths_or_layers_more():
+    depths = {"135M": (30, 30, 32, 30), "360M": (32, 32, 32, 34), "730M": (26, 26, 26, 26), "1.7B": (24, 24, 26, 26)}
+    for size, layers in depths.items():
+        made = [harness.paper_config(size, num_recursions=recursions) for recursions in (1, 2, 3, 4)]
+        assert tuple(config.num_hidden_layers for config in made) == layers
 
 
 @pytest.mark.parametrize(("wrong", "status"), [("right", 0), ("ours", 1), (None, 0)])
@@ -246,6 +253,6 @@ def test_chart_shows_times_of_the_floor(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at a machine without a GPU")
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
-    assert harness.main("double", lambda: [case(ours=lambda x: 2 * x)], ["--out", str(tmp_path)]) == 2
+    assert harness.main("double", "Twice.", lambda: [case(ours=lambda x: 2 * x)], ["--out", str(tmp_path)]) == 2
     assert "needs a GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -121,7 +121,7 @@ def test_what_a_backend_refuses_is_no_failure():
     ours = {"hopper": lambda: fail(refused), "triton": lambda: fail(ValueError("why")), "eager": lambda: exact}
     problem = numerics.Problem("a", "N", 2, "fp32", exact, ours, {})
     rows = numerics.measured(problem)
-    assert [(row["impl"], row["failed"]) for row in rows] == [("triton", "why"), ("eager", None)]
+    assert [(row["impl"], row["failed"]) for row in rows] == [("triton", "ValueError: why"), ("eager", None)]
 
 
 @pytest.mark.parametrize("step", [1, 2])

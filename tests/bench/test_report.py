@@ -1,4 +1,4 @@
-"""README.md has the tables that the recorded results give, and the tables say what was measured."""
+"""README.md and docs/speed.md have the tables that the recorded results give, and these say what was measured."""
 
 import json
 
@@ -24,32 +24,85 @@ def write(folder, rows, name="routing-a-card", complete=True, **more):
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
-def test_readme_is_up_to_date():
+def sections(page):
+    return [found[2] for found in report.SECTION.finditer(page.read_text(encoding="utf-8"))]
+
+
+def test_the_pages_are_up_to_date():
     assert report.main(["--check"]) == 0
 
 
-def test_readme_has_the_sections_to_write():
-    assert {"train", "scaling", "layer", "routing", "attn_flops", "kv", "decode", "serve"} <= {
-        found[2] for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8"))
-    }
+def test_the_pages_have_the_sections_to_write():
+    readme, speed = map(sections, report.PAGES)
+    assert readme == ["summary"]
+    assert sorted(speed) == ["attn_flops", "decode", "kv", "layer", "routing", "scaling", "serve", "train"]
 
 
 def test_every_full_result_has_its_chart():
-    for found in report.SECTION.finditer(report.README.read_text(encoding="utf-8")):
-        for path in report.results(found[2], report.RESULTS):
+    for benchmark in sections(report.PAGES[1]):
+        for path in report.results(benchmark, report.RESULTS):
             assert path.with_suffix(".png").exists(), f"{path.stem}: run python bench/report.py"
 
 
-def test_an_outdated_readme_is_told_and_then_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+def test_an_outdated_page_is_told_and_then_written(tmp_path, monkeypatch, capsys):
+    pages = [tmp_path / name for name in ("README.md", "speed.md")]
+    monkeypatch.setattr(report, "PAGES", pages)
     before = "above\n<!-- bench:routing -->\nold\n<!-- /bench -->\nbelow\n"
-    report.README.write_text(before)
-    assert report.main(["--check"]) == 1 and "out of date" in capsys.readouterr().err
-    assert report.README.read_text() == before
+    for page in pages:
+        page.write_text(before)
+    assert report.main(["--check"]) == 1
+    assert capsys.readouterr().err.count("out of date") == 2
+    assert [page.read_text() for page in pages] == [before, before]
     monkeypatch.setattr(report, "chart", lambda result, path: None)
     assert report.main([]) == 0 and report.main(["--check"]) == 0
-    text = report.README.read_text()
+    text = pages[1].read_text()
     assert text.startswith("above\n") and text.endswith("<!-- /bench -->\nbelow\n") and "old" not in text
+
+
+def test_the_summary_has_a_figure_of_each_kind_beside_the_best_rival(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "CARD", "A Card")
+    lines = [
+        ("attention", "attn_flops", "", "subset forward", "B4 N5"), ("top-k", "routing", "", "route", "B2"),
+        ("a step", "train", "", "train step", "mor-2"), ("larger", "train", "size 1.7B", "train step", "mor-2"),
+        ("alone", "train", "", "train step", "recursive-2"), ("decoding", "decode", "", "mor-3", "32 sequences"),
+        ("decoding", "decode", "", "vanilla-32", "32 sequences"), ("layer", "layer", "", "not measured", "n1"),
+    ]  # fmt: skip
+    monkeypatch.setattr(report, "SUMMARY", lines)
+    write(tmp_path, FLOPS_ROWS, "attn_flops-a-card", benchmark="attn_flops")
+    write(tmp_path, ROWS)
+    elsewhere = ENVIRONMENT | {"card": "Another", "torch": "2.12"}
+    write(tmp_path, [row("eager", 9.0), row("triton", 1.0, ours=True)], "routing-another", environment=elsewhere)
+    write(tmp_path, STEP_ROWS, "train-a-card", benchmark="train")
+    write(tmp_path, STEP_ROWS, "train-size-1.7b-a-card", benchmark="train", variant="size 1.7B")
+    speeds = {"mor-3": 45e3, "vanilla-32": 3e4, "transformers, static cache": 6e3, "transformers, dynamic cache": 5e3}
+    decoded = [{"case": "32 sequences", "model": model, "vanilla": "vanilla-32", "failed": None,
+                "tokens_per_second": speed} for model, speed in speeds.items()]  # fmt: skip
+    write(tmp_path, decoded, "decode-a-card", benchmark="decode")
+    assert report.section("summary", tmp_path).splitlines() == [
+        "A Card, torch 2.11, Triton 3.6:",
+        "",
+        "|  | case | ours | best rival | times as fast |",
+        "| --- | --- | --- | --- | --- |",
+        "| attention | B4 N5 | 250 TFLOP/s | fa4 + lists: 333 TFLOP/s | 0.75 |",
+        "| top-k | B2 | 0.125 ms | `torch.compile`: 0.35 ms | 2.80 |",
+        "| a step | mor-2 | 161.0 ms, 18.0 GiB | plain PyTorch, compiled: 300.0 ms, 36.0 GiB | 1.86 |",
+        "| larger | mor-2 | 161.0 ms, 18.0 GiB | plain PyTorch, compiled: 300.0 ms, 36.0 GiB | 1.86 |",
+        "| alone | recursive-2 | 190.0 ms, 24.0 GiB | - | - |",
+        "| decoding | mor-3, 32 sequences | 45,000 tokens/s | vanilla-32: 30,000 tokens/s | 1.50 |",
+        "| decoding | vanilla-32, 32 sequences | 30,000 tokens/s | transformers, static cache: 6,000 tokens/s | 5.00 |",
+    ]
+
+
+def test_the_summary_shows_what_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "CARD", "A Card")
+    lines = [("top-k", "routing", "", "route", "B2"), ("decoding", "decode", "", "mor-3", "32 sequences")]
+    monkeypatch.setattr(report, "SUMMARY", lines)
+    write(tmp_path, [row("eager", 0.5), row("triton", None, True, "wrong")])
+    decoded = [{"case": "32 sequences", "model": "mor-3", "vanilla": "vanilla-32", "failed": "wrong"}]
+    write(tmp_path, decoded, "decode-a-card", benchmark="decode")
+    text = report.section("summary", tmp_path)
+    assert "| top-k | B2 | failed | eager: 0.5 ms | - |" in text
+    assert "| decoding | mor-3, 32 sequences | failed | - | - |" in text
 
 
 def test_table_of_a_layer_names_liger(tmp_path):
@@ -62,7 +115,8 @@ def test_table_of_a_layer_names_liger(tmp_path):
 
 
 def test_without_results_it_says_so(tmp_path):
-    assert report.section("routing", tmp_path) == "No result has been recorded yet.\n"
+    for benchmark in ("routing", "summary"):
+        assert report.section(benchmark, tmp_path) == "No result has been recorded yet.\n"
 
 
 def test_table_of_several_gpus(tmp_path):
@@ -75,7 +129,7 @@ def test_table_of_several_gpus(tmp_path):
     for line in ("| mor-3 | 1 | - | 100,000 | 100.0 |", "| mor-3 | 2 | ddp | 190,000 | 95.0 |",
                  "| mor-3 | 2 | fsdp | failed | - |", "A Card, torch 2.11, Triton 3.6; driver 580"):  # fmt: skip
         assert line in text
-    assert "[Chart](bench/results/scaling-a-card.png)" in text
+    assert "[Chart](../bench/results/scaling-a-card.png)" in text
 
 
 def test_table_takes_the_best_rival(tmp_path):
@@ -136,7 +190,7 @@ def test_a_variant_has_a_table_of_its_own(tmp_path):
     write(tmp_path, ROWS, "routing-size-1.7b-a-card", variant="size 1.7B")
     text = report.section("routing", tmp_path)
     assert text.index("A Card, torch 2.11") < text.index("size 1.7B, A Card, torch 2.11")
-    assert text.count("| route | B2 |") == 2 and "(bench/results/routing-size-1.7b-a-card.png)" in text
+    assert text.count("| route | B2 |") == 2 and "(../bench/results/routing-size-1.7b-a-card.png)" in text
 
 
 def test_partial_results_do_not_count(tmp_path):

@@ -78,11 +78,6 @@ def test_a_share_is_of_the_same_engine():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", ["135M", "360M", "730M", "1.7B"])
-def test_depths_divide(size):
-    assert MoRConfig.from_size(size, num_recursions=4, **serve.depth(size)).num_recursions == 4
-
-
 def test_streams_and_bodies_are_read():
     part = json.dumps({"choices": [{"text": "t1 "}]})
     stream = f"1a\r\ndata: {part}\n\n\r\n1a\r\ndata: {part}\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n".encode()
