@@ -67,6 +67,7 @@ BAD = [
     (lambda: ops.route(X, None, 1), "route: weight, logits: expected exactly one of them, got neither"),
     (lambda: ops.route(X, W, 6), "route: k: expected at most the 5 candidates, got 6"),
     (lambda: ops.route(X, W, -1), "route: k: expected a whole number of at least 0, got -1"),
+    (lambda: ops.route(X, W, "1"), "route: k: expected a whole number of at least 0, got '1'"),
     (lambda: ops.route(X, W, 1, activation="relu"), "route: activation: expected 'sigmoid' or .*, got 'relu'"),
     (lambda: ops.route(X, W, 1, rank="best"), "route: rank: expected 'logit' or 'score', got 'best'"),
     (lambda: ops.z_loss(torch.ones(2, 3, 0)), "z_loss: logits: expected at least one expert, got 0"),
@@ -217,7 +218,7 @@ BAD = [
     ),
     (
         lambda: ops.free_pages_(PAGES._replace(page_table=PAGES.page_table.T.contiguous().T), torch.tensor([0])),
-        "free_pages_: page_table: expected a contiguous tensor, got strides",
+        "free_pages_: pages.page_table: expected a contiguous tensor, got strides",
     ),
     (
         lambda: ops.enter_(X[0], X[0], I5[0], X[0, :, 0].contiguous()),
