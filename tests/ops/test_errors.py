@@ -201,6 +201,10 @@ BAD = [
         "attention_schedule: groups: expected a number .* 5 query heads, got 2",
     ),
     (
+        lambda: ops.attention_schedule(CU, 6, 3, 2, k_cache=CACHE),
+        r"attention_schedule: k_cache: expected shape \(num_pages, page_size, 3, d\), got \(3, 4, 2, 4\)",
+    ),
+    (
         lambda: ops.take_pages_(PAGES, torch.tensor([0, 0]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4),
         r"take_pages_: rows: expected each row at most once, got \[0, 0\]",
     ),

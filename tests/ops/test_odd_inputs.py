@@ -95,9 +95,8 @@ def message_of(call, path, spoil):
 
 
 def told_by(call, message):
-    """The argument that an error names, if it says what it should. Values of a schedule are paged attention's."""
-    op = f"{call.op}|paged_attention" if call.op == "attention_schedule" else call.op
-    told = re.match(rf"(?:{op}): ([\w., ()]+): expected .+, got .+", message)
+    """The argument that an error names, if it says what it should."""
+    told = re.match(rf"{call.op}: ([\w., ()]+): expected .+, got .+", message)
     return told and told[1]
 
 

@@ -49,6 +49,7 @@ WRONG = [
     ("paged_decode", "page_table", [[2, 4], [1, 3]], r"pages in 0..3 for the tokens there are, got 4"),
     ("paged_decode", "k_lens", [5, 9], r"0 to the 8 tokens that the page table has room for, got \[5, 9\]"),
     ("paged_prefill", "rows", [2, 0, -1], "values of at least -1 and at most 1, got 2"),
+    ("paged_decode", "k_lens", [5, -1], r"0 to the 8 tokens that the page table has room for, got \[5, -1\]"),
     ("paged_prefill", "cu_seqlens_q", [0, 2, 2, 7], "0 first, then ascending to at most 6, got"),
     ("attention_schedule", "cu_seqlens_q", [0, 2, 2, 7], "0 first, then ascending to at most 6, got"),
     ("attention_schedule", "k_lens", [4, -7, 0], "values of at least 0, got -7"),
@@ -85,8 +86,7 @@ WRONG = [
 def spoilt(name, argument, values, expected, named=None, device="cpu"):
     """The call with the values, and what the error should say."""
     call = call_of(name, device=device)
-    op = "paged_attention" if call.op == "attention_schedule" else call.op
-    message = f"^{op}: {named or argument}: expected {expected}"
+    message = f"^{call.op}: {named or argument}: expected {expected}"
     if argument not in [call.name(path) for path in call.tensors()]:
         return call.put((argument,), values), message
     path = next(path for path in call.tensors() if call.name(path) == argument)
