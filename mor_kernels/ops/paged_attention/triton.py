@@ -24,11 +24,9 @@ import triton
 import triton.language as tl
 
 from .._layout import contiguous
-from .._triton import from_e4m3, has_float8
+from .._triton import LEAST, LOG2_E, from_e4m3, has_float8
 from ._parts import ENTRY, FIELDS, WHOLE, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread, wanted
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
 LEAST_KEYS = 512  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts are multiples of so many
 
