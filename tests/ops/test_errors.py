@@ -245,7 +245,7 @@ BAD = [
     (lambda: ops.rope((NEW, NEW, NEW), I2[0]), "rope: x: expected a tensor or a pair of them, got 3 of them"),
     (lambda: ops.rope((NEW, NEW[..., :2]), I2[0, :2]), r"rope: k: expected shape \(2, G, 4\), got \(2, 2, 2\)"),
     (lambda: ops.rope((NEW, NEW.half()), I2[0, :2]), "rope: k: expected the dtype of q, torch.float32, got"),
-    (lambda: ops.rope_qkv(NEW, 0, I2[0, :2]), "rope_qkv: heads: expected an integer of at least 1, got 0"),
+    (lambda: ops.rope_qkv(NEW, 0, I2[0, :2]), "rope_qkv: heads: expected a whole number of at least 1, got 0"),
     (lambda: ops.rope_qkv(torch.ones(2, 4, 4), 3, I2[0, :2]), "rope_qkv: qkv: expected 3 heads of queries, and"),
     (lambda: ops.rope_qkv(torch.ones(2, 3, 5), 1, I2[0, :2]), "rope_qkv: qkv: expected an even last dimension, got 5"),
     (lambda: ops.rope_qkv(torch.ones(2, 3, 4), 1, I2[0]), r"rope_qkv: positions: expected shape \(2\), got \(3\)"),
@@ -420,6 +420,21 @@ def test_named_backend_is_never_replaced(backend):
         return
     with pytest.raises(RuntimeError, match=f"route: backend='{backend}' is not available: "):
         ops.route(X, W, 1, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("rms_norm", lambda **which: ops.rms_norm(X, W, **which)),
+        ("rms_norm_linear", lambda **which: ops.rms_norm_linear(X, W, X[0], **which)),
+        ("swiglu_linear", lambda **which: ops.swiglu_linear(X, X[0, :, :2], **which)),
+        ("linear_cross_entropy", lambda **which: ops.linear_cross_entropy(X, X[0], I5, **which)),
+        ("rope_qkv", lambda **which: ops.rope_qkv(torch.ones(2, 3, 4), 1, I2[0, :2], **which)),
+    ],
+)
+def test_a_backend_that_is_not_there_is_not_there_for_the_op_that_was_called(name, call):
+    with pytest.raises(RuntimeError, match=f"^{name}: backend='fast' is not available: "):
+        call(backend="fast")
 
 
 def run(code, **environment):
