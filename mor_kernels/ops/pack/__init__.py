@@ -77,7 +77,7 @@ class Depths(NamedTuple):
     """What :func:`choose_depths` returns."""
 
     depths: torch.Tensor  #: (B, N) int64: 1..Nr; 0 at padding
-    probs: torch.Tensor  #: (B, N, Nr) fp32: softmax or sigmoid of the logits
+    probs: torch.Tensor  #: (B, N, Nr) fp32 (fp64 for fp64): softmax or sigmoid of the logits
 
 
 _choose = define(
