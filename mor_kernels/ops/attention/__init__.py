@@ -248,8 +248,8 @@ def attention(
         backend: "eager"; "triton"; "hopper" (H100; bf16 and fp16, d of 64 or 128, nothing fresh; the backward takes 4
             bytes an element of q beside its results); or a library behind this op: "cudnn" (PyTorch's; as many queries
             as keys, without positions) or "fa4" (flash-attn-4, Hopper), both without lengths. The last three take a
-            scale > 0 and add up the gradient of q in any order. Default: the fastest as measured
-            (``attention/_choice.py``); "triton" in deterministic mode.
+            scale > 0 and add up the gradient of q in any order, which deterministic mode refuses. Default: the fastest
+            as measured (``attention/_choice.py``); "triton" in deterministic mode.
 
     Returns:
         (B, Tq, H, d), dtype of q (the autocast dtype under autocast); zeros where a query sees nothing. With
