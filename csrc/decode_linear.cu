@@ -43,7 +43,8 @@ struct Linear {
   const float* squares;  // (n, partial): of the rows that x was before it was multiplied by gains
   float* next_squares;
   int64_t x_n, weight_n, residual_n;
-  int64_t further_column, second_half, further_row;  // bytes, see Copier; here they take no registers
+  // bytes: to the rows of the weight of a thread's next copy, from the first half's to the other's, and to the rows of x
+  int64_t further_column, second_half, further_row;
   int n, k, columns;        // columns of y
   int chunks, each, parts;  // of K: chunks, those of a part, and parts
   int partial, room, stages;  // bytes of the ring; chunks in it
@@ -86,7 +87,7 @@ struct Copier {
   static constexpr int kColumnCopies = C::kColumns / kTogether, kRowCopies = ceil_div(C::kRows, kTogether);
   static constexpr int kFirst = std::max(kColumnCopies / 2, 1);  // copies of gates, or of the first half
   static constexpr int kHalf = C::kColumns / 2;
-  const Linear& p;  // bytes to the next copy's rows, and from the first half's to the other
+  const Linear& p;
   const char *weight, *x, *gain;        // the thread's, of its first row
   int row, k, columns_left, rows_left;  // from the thread's first on
   unsigned to;

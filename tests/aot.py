@@ -186,6 +186,7 @@ def scenarios() -> Iterator[Callable]:
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()
         cache = floats(1000, 16, groups, width, dtype=dtype).detach()
         yield partial(ops.paged_attention, q, cache, cache, table, lens)
+        yield partial(ops.attention_schedule, lens, heads, groups, B, k_cache=cache)
         yield partial(ops.kv_append_, new, new, cache, cache, whole(B), positions=whole(B), q=q)
     for width, dtype, heads, groups in ATTENTION[:1]:
         q, new = floats(B, heads, width, dtype=dtype).detach(), floats(B, groups, width, dtype=dtype).detach()

@@ -221,7 +221,7 @@ class MoR(nn.Module):
             targets: (B, T) int64, the token that follows each; -100 for none.
             attention_mask: (B, T) bool or integers, 0 at padding, which may be anywhere; a token's position is
                 its rank among the real tokens of its row.
-            ks: tokens that each recursion keeps (expert-choice "topk"); default ``kept(T)``.
+            ks: tokens that each recursion keeps, expert-choice in mode "topk"; default ``kept(T)``.
             bounds: numbers that the caller is sure of, token-choice: at most so many of the B * T tokens take each
                 recursion. Nothing waits for the device then, and the results are NaN where more do.
             mode: "topk" (expert-choice as trained, looking at the whole sequence) or "threshold" (causal, as decoding
@@ -345,8 +345,11 @@ class MoR(nn.Module):
             whole = all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in numbers)
             return whole and all(a >= b for a, b in zip((most, *numbers), numbers))
 
-        if ks is not None and self.config.router == "expert_choice" and not (falling(ks, length) and ks[0] == length):
-            _fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
+        if ks is not None:
+            if self.config.router != "expert_choice" or mode != "topk":
+                _fail("ks", "none but for expert_choice in mode 'topk'", ks)
+            if not (falling(ks, length) and ks[0] == length):
+                _fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
         if bounds is not None:
             if self.config.router != "token_choice":
                 _fail("bounds", "none but for token_choice", bounds)

@@ -69,7 +69,7 @@ def one_dtype(op: str, **tensors: Given) -> list[Given]:
 def whole(op: str, argument: str, value: object, least: int = 0) -> None:
     """``value`` is a whole number (symbolic ones count) of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
-        fail(op, argument, f"a whole number of at least {least}", value)
+        fail(op, argument, f"a whole number of at least {least}", repr(value))
 
 
 def number(op: str, argument: str, value: Any, positive: bool = False) -> float:
@@ -89,6 +89,12 @@ def no_gradient(op: str, *tensors: torch.Tensor | None, instead: str = "serving 
 def choice(op: str, argument: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         fail(op, argument, " or ".join(map(repr, allowed)), repr(value))
+
+
+def state(op: str, argument: str, value: object, kind: type) -> None:
+    """``value`` is a named tuple of this kind, whose tensors errors call ``argument.field``."""
+    if not isinstance(value, kind):
+        fail(op, argument, kind.__name__, type(value).__name__)
 
 
 def written(op: str, **tensors: torch.Tensor) -> None:
@@ -172,6 +178,25 @@ def pages(op: str, page_table: torch.Tensor, lens: torch.Tensor, num_pages: int,
     wrong = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
     if len(wrong):
         fail(op, "page_table", f"pages in 0..{num_pages - 1} for the tokens there are", int(wrong[0]))
+
+
+def accounts(
+    op: str,
+    argument: str,
+    lengths: torch.Tensor,
+    owned: torch.Tensor,
+    page_table: torch.Tensor,
+    free_pages: torch.Tensor,
+    free_count: torch.Tensor,
+) -> None:
+    """What rows hold and what is free of ``argument``, a ``Pages``, are pages, and no more of them than there are."""
+    max_pages, num_pages = page_table.shape[1], free_pages.shape[0]
+    indices(op, f"{argument}.owned", owned, max_pages + 1, 0)
+    if held := int(owned.sum()):
+        holds = torch.arange(max_pages, device=owned.device) < owned[:, None]
+        indices(op, f"{argument}.page_table", torch.where(holds, page_table, 0), num_pages, 0)
+    indices(op, f"{argument}.free_count", free_count, num_pages + 1 - held, 0)
+    indices(op, f"{argument}.free_pages", free_pages[: int(free_count)], num_pages, 0)
 
 
 def apart(op: str, results: dict[str, torch.Tensor], **inputs: torch.Tensor | None) -> None:

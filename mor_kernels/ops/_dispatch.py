@@ -284,10 +284,17 @@ def _best(op: str, tensors: list[torch.Tensor], arguments: list) -> str:
     return "eager"
 
 
-def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None) -> str:
+def named_backend(backend: str | None = None) -> str:
+    """What ``backend=`` or else ``MOR_BACKEND`` names, or "auto"."""
+    return backend or _default_backend
+
+
+def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None, registered: str | None = None) -> str:
     """The backend for ``op`` on ``tensors``: the one that ``backend=`` or ``MOR_BACKEND`` names. "auto" stays, and
     becomes the best there is when the op runs. In a compiled graph that is when a named one is asked after, too, since
     Dynamo doesn't trace the questions.
+
+    ``registered``: the name of the registered op, if it isn't ``op``, which errors name.
 
     Raises:
         RuntimeError: a backend was named and isn't there, with the reason; or derivatives were asked for that no op
@@ -298,10 +305,10 @@ def resolve(op: str, backend: str | None, *tensors: torch.Tensor | None) -> str:
             f"{op}: expected neither a transform of torch.func nor forward-mode differentiation around it: it has no "
             "derivatives but those of torch.autograd.grad and backward"
         )
-    named = backend or _default_backend
+    named = named_backend(backend)
     if named == "auto" or torch.compiler.is_compiling():
         return named
-    reason = _refusal(op, named, [t for t in tensors if t is not None])
+    reason = _refusal(registered or op, named, [t for t in tensors if t is not None])
     if reason is not None:
         source = "backend" if backend else "MOR_BACKEND"
         raise RuntimeError(f"{op}: {source}={named!r} is not available: {reason}")

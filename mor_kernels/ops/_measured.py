@@ -47,7 +47,7 @@ def _one_query_a_lane(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     k_lens: torch.Tensor,
-    schedule: torch.Tensor,
+    schedule: torch.Tensor | None,
     rows: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
     *_: object,

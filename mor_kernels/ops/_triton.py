@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-1e38)  # below any score of attention, and finite: exp2(-inf - LEAST) is 0
 TURNS_PER_RADIAN = tl.constexpr(1 / (2 * math.pi))
 RADIANS = tl.constexpr(2 * math.pi / 2**64)  # in a 64-bit fraction of a turn
 

@@ -124,6 +124,7 @@ BAD_INPUTS = [
     (lambda m, x: m(x, x.int()), "targets: expected int64, got torch.int32"),
     (lambda m, x: m(x, ks=(9, 3.5, 3)), "ks: expected 3 non-increasing numbers, the first 9"),
     (lambda m, x: m(x, ks=9), "ks: expected 3 non-increasing numbers, the first 9, got 9"),
+    (lambda m, x: m(x, ks=(9, 6, 3), mode="threshold"), "ks: expected none but for expert_choice in mode 'topk'"),
     (lambda m, x: m(x, mode="greedy"), "mode: expected 'topk' or 'threshold', got 'greedy'"),
     (lambda m, x: m(x, ks=(9, 3, 4)), "ks: expected 3 non-increasing numbers, the first 9"),
 ]
@@ -161,12 +162,13 @@ def test_padding_and_batch_mates_change_nothing(fields, kv, mode):
     right = torch.arange(9) < torch.tensor(lens)[:, None]
     left = right.flip(1)
     shifted = torch.stack([row.roll(9 - n) for row, n in zip(x, lens)])
-    ks = (9, 6, 3)
+    topk = mode == "topk" and fields["router"] == "expert_choice"
+    ks = (9, 6, 3) if topk else None
     with torch.no_grad():
         a = model(x, attention_mask=right, ks=ks, mode=mode)
         b = model(shifted, attention_mask=left, ks=ks, mode=mode)
         for row, n in enumerate(lens):
-            alone = model(x[row : row + 1, :n], ks=(n, min(6, n), min(3, n)), mode=mode)
+            alone = model(x[row : row + 1, :n], ks=(n, min(6, n), min(3, n)) if topk else None, mode=mode)
             assert torch.equal(a.depths[row, :n], alone.depths[0]) and torch.equal(
                 b.depths[row, 9 - n :], alone.depths[0]
             )

@@ -153,7 +153,7 @@ REGISTERED = {"rope_qkv": "rope_split", "linear_cross_entropy": "cross_entropy_"
 
 
 class Call(NamedTuple):
-    """An op and what it is called with; arguments in a tuple (a state, a pair) are named like its fields."""
+    """An op and what it is called with; arguments in a tuple are named state.field, or q and k."""
 
     op: str
     arguments: dict
@@ -171,7 +171,7 @@ class Call(NamedTuple):
         value = self.arguments[path[0]]
         if len(path) == 1:
             return path[0]
-        return value._fields[path[1]] if hasattr(value, "_fields") else "qk"[path[1]]
+        return f"{path[0]}.{value._fields[path[1]]}" if hasattr(value, "_fields") else "qk"[path[1]]
 
     def get(self, path):
         value = self.arguments[path[0]]

@@ -208,9 +208,9 @@ def test_many_tiles_packed(device, backend, many_tiles, heads, longest, seed, po
 @on_triton
 def test_sections_of_pairs(device, backend, many_tiles, monkeypatch):
     """Pairs of sequence and head come in sections, the last of them smaller."""
-    from mor_kernels.ops.attention import triton as kernels
+    from mor_kernels.ops.attention import _triton as shared
 
-    monkeypatch.setattr(kernels, "SECTION_BYTES", 2 * (2 * 40 * many_tiles * 16 * 4))
+    monkeypatch.setattr(shared, "SECTION_BYTES", 2 * (2 * 40 * many_tiles * 16 * 4))
     check(device, backend, 5, 30 * many_tiles, 40 * many_tiles, (3, 3), 16, 0, torch.float32, False, True, True)
 
 

@@ -100,7 +100,10 @@ def test_what_hopper_takes():
     assert "float16, not torch.float32" in _choice.hopper_refuses(*[q.float()] * 3, *PLAIN)
     assert "softmax_scale" in _choice.hopper_refuses(q, q, q, *PLAIN[:-1], 0.0)
     torch.use_deterministic_algorithms(True)
-    assert "any order" in _choice.hopper_refuses_backward(q, None, q, q, q, None, None, q, lens, *PLAIN[2:])
+    for refuses in (_choice.hopper_refuses_backward, _choice.cudnn_refuses_backward, _choice.fa4_refuses_backward):
+        assert "any order" in refuses(q, None, q, q, q, None, None, q, lens, *PLAIN[2:])
+    packed = q, None, q, q, q, None, None, q, lens, lens, lens, 8, 8, None, 1.0
+    assert "any order" in _choice.fa4_refuses_varlen_backward(*packed)
     torch.use_deterministic_algorithms(False)
 
 
@@ -175,6 +178,7 @@ def test_plan_of_the_hopper_backward(lens, packed, positioned, seed):
 
 
 def test_what_a_library_takes():
+    torch.use_deterministic_algorithms(False)
     q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16) for n in (8, 9))
     lens, positions = torch.tensor([3, 4]), torch.zeros(2, 8, dtype=torch.int64)
     for refuses in (_choice.cudnn_refuses, _choice.fa4_refuses):

@@ -220,7 +220,9 @@ def serve(q, k, v, k_cache, v_cache, pages, rows, positions):
     cu = torch.arange(len(rows) + 1, device=q.device, dtype=torch.int32)
     taken = ops.take_pages_(pages, rows, cu, len(rows), 4)
     q = ops.kv_append_(k, v, k_cache, v_cache, taken.slots, positions=positions, q=q)
-    out = ops.paged_attention(q, k_cache, v_cache, pages.page_table, taken.k_lens, rows=taken.rows)
+    schedule = ops.attention_schedule(taken.k_lens, q.shape[1], k.shape[1], len(rows), rows=taken.rows)
+    lanes = {"rows": taken.rows, "schedule": schedule}
+    out = ops.paged_attention(q, k_cache, v_cache, pages.page_table, taken.k_lens, **lanes)
     ops.commit_pages_(pages, taken.rows, cu)
     return out, taken.refused
 

@@ -36,10 +36,10 @@ def serves(backend, dtype, norm, width):
     return dtype in s.HALVES and width % 8 == 0 and not (norm and dtype == torch.float16)
 
 
-def exactly(x, weight, norm_weight=None, eps=1e-5, residual=None, gated=False, *, between=0):
+def exactly(x, weight, norm_weight=None, eps=1e-5, residual=None, gated=False, *, between=False):
     """y in fp64, and how far a result of x's dtype may be from it: what each rounding can do, added up.
 
-    A norm rounds the rows that are multiplied, products are rounded ``between`` times, and y is rounded. Sums of K
+    A norm rounds the rows that are multiplied, ``between`` tells that products are rounded, and y is. Sums of K
     products in fp32 (fp64) may be off by a rounding of their largest part at each step, on tensor cores by two.
     """
     unit = torch.finfo(x.dtype).eps / (1 if x.dtype == torch.float64 else 2)  # y in fp64 is rounded here, too
@@ -51,7 +51,7 @@ def exactly(x, weight, norm_weight=None, eps=1e-5, residual=None, gated=False, *
         off += unit
     y = h @ w.T
     delta = off * (h.abs() @ w.abs().T)
-    for _ in range(between):
+    if between:
         delta = delta + unit * (y.abs() + delta)
     if gated:
         (gate, value), (of_gate, of_value) = y.chunk(2, 1), delta.chunk(2, 1)
@@ -65,9 +65,8 @@ def exactly(x, weight, norm_weight=None, eps=1e-5, residual=None, gated=False, *
     return y, delta
 
 
-def assert_within(got, x, *arguments, backend, squares=False, **options):
-    between = 1 + squares if backend == "triton" else 0  # PyTorch's product, and its division by the row's size
-    want, allowed = exactly(x, *arguments, **options, between=between)
+def assert_within(got, x, *arguments, backend, **options):
+    want, allowed = exactly(x, *arguments, **options, between=backend == "triton")  # PyTorch's product
     assert got.dtype == x.dtype and got.shape == want.shape and got.is_contiguous()
     over = (got.cpu().double() - want).abs() - allowed
     assert not over.isnan().any() and (not over.numel() or over.max() <= 0), f"{over.max()} over the budget"
@@ -223,7 +222,7 @@ def test_a_norm_of_the_layer_before(
     (weight_there,), with_ = on(device, (weight,), last | {"squares": squares})
     with planned(backend, next_plan):
         z = ops.decode_linear(scaled, weight_there, **with_, prefetch=prefetch, backend=backend)
-    assert_within(z, y.cpu(), weight, gains, **last, backend=backend, squares=True)
+    assert_within(z, y.cpu(), weight, gains, **last, backend=backend)
 
 
 @s.targets("decode_linear")

@@ -67,6 +67,7 @@ BAD = [
     (lambda: ops.route(X, None, 1), "route: weight, logits: expected exactly one of them, got neither"),
     (lambda: ops.route(X, W, 6), "route: k: expected at most the 5 candidates, got 6"),
     (lambda: ops.route(X, W, -1), "route: k: expected a whole number of at least 0, got -1"),
+    (lambda: ops.route(X, W, "1"), "route: k: expected a whole number of at least 0, got '1'"),
     (lambda: ops.route(X, W, 1, activation="relu"), "route: activation: expected 'sigmoid' or .*, got 'relu'"),
     (lambda: ops.route(X, W, 1, rank="best"), "route: rank: expected 'logit' or 'score', got 'best'"),
     (lambda: ops.z_loss(torch.ones(2, 3, 0)), "z_loss: logits: expected at least one expert, got 0"),
@@ -200,6 +201,10 @@ BAD = [
         "attention_schedule: groups: expected a number .* 5 query heads, got 2",
     ),
     (
+        lambda: ops.attention_schedule(CU, 6, 3, 2, k_cache=CACHE),
+        r"attention_schedule: k_cache: expected shape \(num_pages, page_size, 3, d\), got \(3, 4, 2, 4\)",
+    ),
+    (
         lambda: ops.take_pages_(PAGES, torch.tensor([0, 0]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4),
         r"take_pages_: rows: expected each row at most once, got \[0, 0\]",
     ),
@@ -217,7 +222,7 @@ BAD = [
     ),
     (
         lambda: ops.free_pages_(PAGES._replace(page_table=PAGES.page_table.T.contiguous().T), torch.tensor([0])),
-        "free_pages_: page_table: expected a contiguous tensor, got strides",
+        "free_pages_: pages.page_table: expected a contiguous tensor, got strides",
     ),
     (
         lambda: ops.enter_(X[0], X[0], I5[0], X[0, :, 0].contiguous()),
@@ -240,7 +245,7 @@ BAD = [
     (lambda: ops.rope((NEW, NEW, NEW), I2[0]), "rope: x: expected a tensor or a pair of them, got 3 of them"),
     (lambda: ops.rope((NEW, NEW[..., :2]), I2[0, :2]), r"rope: k: expected shape \(2, G, 4\), got \(2, 2, 2\)"),
     (lambda: ops.rope((NEW, NEW.half()), I2[0, :2]), "rope: k: expected the dtype of q, torch.float32, got"),
-    (lambda: ops.rope_qkv(NEW, 0, I2[0, :2]), "rope_qkv: heads: expected an integer of at least 1, got 0"),
+    (lambda: ops.rope_qkv(NEW, 0, I2[0, :2]), "rope_qkv: heads: expected a whole number of at least 1, got 0"),
     (lambda: ops.rope_qkv(torch.ones(2, 4, 4), 3, I2[0, :2]), "rope_qkv: qkv: expected 3 heads of queries, and"),
     (lambda: ops.rope_qkv(torch.ones(2, 3, 5), 1, I2[0, :2]), "rope_qkv: qkv: expected an even last dimension, got 5"),
     (lambda: ops.rope_qkv(torch.ones(2, 3, 4), 1, I2[0]), r"rope_qkv: positions: expected shape \(2\), got \(3\)"),
@@ -415,6 +420,21 @@ def test_named_backend_is_never_replaced(backend):
         return
     with pytest.raises(RuntimeError, match=f"route: backend='{backend}' is not available: "):
         ops.route(X, W, 1, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("rms_norm", lambda **which: ops.rms_norm(X, W, **which)),
+        ("rms_norm_linear", lambda **which: ops.rms_norm_linear(X, W, X[0], **which)),
+        ("swiglu_linear", lambda **which: ops.swiglu_linear(X, X[0, :, :2], **which)),
+        ("linear_cross_entropy", lambda **which: ops.linear_cross_entropy(X, X[0], I5, **which)),
+        ("rope_qkv", lambda **which: ops.rope_qkv(torch.ones(2, 3, 4), 1, I2[0, :2], **which)),
+    ],
+)
+def test_a_backend_that_is_not_there_is_not_there_for_the_op_that_was_called(name, call):
+    with pytest.raises(RuntimeError, match=f"^{name}: backend='fast' is not available: "):
+        call(backend="fast")
 
 
 def run(code, **environment):

@@ -95,9 +95,8 @@ def message_of(call, path, spoil):
 
 
 def told_by(call, message):
-    """The argument that an error names, if it says what it should. Values of a schedule are paged attention's."""
-    op = f"{call.op}|paged_attention" if call.op == "attention_schedule" else call.op
-    told = re.match(rf"(?:{op}): ([\w, ()]+): expected .+, got .+", message)
+    """The argument that an error names, if it says what it should."""
+    told = re.match(rf"{call.op}: ([\w., ()]+): expected .+, got .+", message)
     return told and told[1]
 
 
@@ -129,6 +128,17 @@ def test_what_is_no_fitting_tensor_is_named(name):
         if len(list(call.tensors())) > 1:
             message = message_of(call, path, lambda t: t.to("meta"))
             assert told_by(call, message) and ": expected device " in message, message
+
+
+@pytest.mark.parametrize("name", ["leave", "advance_", "take_pages_", "commit_pages_", "free_pages_"])
+def test_what_is_no_state_is_named(name):
+    call = call_of(name)
+    for argument, state in call.arguments.items():
+        if isinstance(state, tuple):
+            for wrong in (0, tuple(state), *[None] * (argument != "ends")):
+                message = f"^{name}: {argument}: expected {type(state).__name__}, got {type(wrong).__name__}$"
+                with pytest.raises(ValueError, match=message):
+                    call.put((argument,), wrong).run()
 
 
 class Subclass(torch.Tensor):
@@ -228,7 +238,7 @@ def of_strided(call, backend):
             return everything(views, backend)
         except ValueError as error:
             expected = "a contiguous tensor.*|rows of elements side by side"
-            told = re.match(rf"{call.op}: (\w+): expected ({expected}), got strides", str(error))
+            told = re.match(rf"{call.op}: ([\w.]+): expected ({expected}), got strides", str(error))
             assert told and told[1] not in kept, error
             kept.add(told[1])
 
@@ -259,8 +269,8 @@ def test_expanded_inputs(name, device, backend):
 
 
 SIZES = ("k", "total", "size", "queries", "max_seqlen_q", "max_seqlen_k")
-SHAPE = re.compile(r"\w+: (\w+): expected shape \((.*)\), got")
-VALUE = re.compile(r"\w+: (\w+): expected (0 first|0 to|values|candidates|pages|each)")
+SHAPE = re.compile(r"\w+: ([\w.]+): expected shape \((.*)\), got")
+VALUE = re.compile(r"\w+: ([\w.]+): expected (0 first|0 to|values|candidates|pages|each)")
 
 
 def resized(t, shape):

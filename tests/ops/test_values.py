@@ -49,6 +49,7 @@ WRONG = [
     ("paged_decode", "page_table", [[2, 4], [1, 3]], r"pages in 0..3 for the tokens there are, got 4"),
     ("paged_decode", "k_lens", [5, 9], r"0 to the 8 tokens that the page table has room for, got \[5, 9\]"),
     ("paged_prefill", "rows", [2, 0, -1], "values of at least -1 and at most 1, got 2"),
+    ("paged_decode", "k_lens", [5, -1], r"0 to the 8 tokens that the page table has room for, got \[5, -1\]"),
     ("paged_prefill", "cu_seqlens_q", [0, 2, 2, 7], "0 first, then ascending to at most 6, got"),
     ("attention_schedule", "cu_seqlens_q", [0, 2, 2, 7], "0 first, then ascending to at most 6, got"),
     ("attention_schedule", "k_lens", [4, -7, 0], "values of at least 0, got -7"),
@@ -64,26 +65,28 @@ WRONG = [
     ("take_pages_", "rows", [2, -1, 3], "values of at least -1 and at most 2, got 3"),
     ("take_pages_", "rows", [2, -1, 2], r"each row at most once, got \[2, -1, 2\]"),
     ("take_pages_", "cu_seqlens", [0, 1, 1, 4], "0 first, then ascending to at most 3, got"),
-    ("take_pages_", "free_count", 4, "values of at least 0 and at most 2, got 4"),
-    ("take_pages_", "owned", [1, 4, 0], "values of at least 0 and at most 3, got 4"),
+    ("take_pages_", "pages.free_count", 4, "values of at least 0 and at most 2, got 4"),
+    ("take_pages_", "pages.owned", [1, 4, 0], "values of at least 0 and at most 3, got 4"),
     ("commit_pages_", "rows", [2, 0, 0], "each row at most once"),
+    ("commit_pages_", "cu_seqlens", [0, 2, 1, 3], r"0 first, .* at most 3, got \[0, 2, 1, 3\]"),
     ("free_pages_", "rows", [0, 0, 2], "each row at most once"),
-    ("free_pages_", "page_table", [[-1, 2, 2], [2, 2, 2], [2, 2, 2]], "values of at least 0 and at most 4, got -1"),
-    ("free_pages_", "free_pages", [5, 0, 0, 0, 0], "values of at least 0 and at most 4, got 5"),
+    ("free_pages_", "pages.page_table", [[-1, 2, 2], [2, 2, 2], [2, 2, 2]], "values of .* at most 4, got -1"),
+    ("free_pages_", "pages.free_pages", [5, 0, 0, 0, 0], "values of at least 0 and at most 4, got 5"),
     ("enter_", "lanes", [2, -1, 4], "values of at least -1 and at most 3, got 4"),
     ("enter_", "lanes", [2, -1, 2], r"each lane at most once, got \[2, -1, 2\]"),
     ("advance_", "at", [2, -1, -1], "values of at least -1 and at most 1, got 2"),
     ("advance_", "at", [0, 0, -1], r"each place at most once, got \[0, 0, -1\]"),
-    ("advance_", "ticks", -1, "a number of at least 0, got -1"),
-    ("advance_", "table", 3, "values of at least -1 and at most 1, got 3", r"table \(recursion\)"),
+    ("advance_", "lanes.ticks", -1, "a number of at least 0, got -1"),
+    ("advance_", "lanes.table", 3, "values of at least -1 and at most 1, got 3", r"lanes.table \(recursion\)"),
+    ("advance_", "block.owned", [1, 4, 0], "values of at least 0 and at most 3, got 4"),
+    ("advance_", "ends.page_table", 5, "values of at least 0 and at most 4, got 5"),
 ]  # fmt: skip
 
 
 def spoilt(name, argument, values, expected, named=None, device="cpu"):
     """The call with the values, and what the error should say."""
     call = call_of(name, device=device)
-    op = "paged_attention" if call.op == "attention_schedule" else call.op
-    message = f"^{op}: {named or argument}: expected {expected}"
+    message = f"^{call.op}: {named or argument}: expected {expected}"
     if argument not in [call.name(path) for path in call.tensors()]:
         return call.put((argument,), values), message
     path = next(path for path in call.tensors() if call.name(path) == argument)

@@ -135,16 +135,17 @@ def leave(goes_on: torch.Tensor, lanes: Lanes, x: torch.Tensor, size: int, *, ba
 
 
 def _check_lanes(op: str, lanes: Lanes, goes_on: torch.Tensor) -> None:
-    _checks.tensor(op, "table", lanes.table, ("fields", "S"), (torch.int64,), goes_on)
+    _checks.state(op, "lanes", lanes, Lanes)
+    _checks.tensor(op, "lanes.table", lanes.table, ("fields", "S"), (torch.int64,), goes_on)
     slots, n = lanes.table.shape[1], goes_on.shape[0]
-    _checks.tensor(op, "k_lens", lanes.k_lens, (2, slots), (torch.int32,), goes_on)
+    _checks.tensor(op, "lanes.k_lens", lanes.k_lens, (2, slots), (torch.int32,), goes_on)
     if lanes.table.shape[0] < len(FIELDS):
-        _checks.fail(op, "table", f"at least {len(FIELDS)} rows", lanes.table.shape[0])
+        _checks.fail(op, "lanes.table", f"at least {len(FIELDS)} rows", lanes.table.shape[0])
     if n > slots:
         _checks.fail(op, "goes_on", f"at most the {slots} slots of the table", n)
     for name, t in (("table", lanes.table), ("k_lens", lanes.k_lens)):
         if not t.is_contiguous():
-            _checks.fail(op, name, "a contiguous tensor", f"strides {t.stride()}")
+            _checks.fail(op, f"lanes.{name}", "a contiguous tensor", f"strides {t.stride()}")
 
 
 def advance_(
@@ -202,18 +203,17 @@ def advance_(
         _checks.tensor(op, "at", at, (n,), (torch.int64,), goes_on)
     _check_lanes(op, lanes, goes_on)
     slots = lanes.table.shape[1]
-    _checks.tensor(op, "ticks", lanes.ticks, (), (torch.int64,), goes_on)
+    _checks.tensor(op, "lanes.ticks", lanes.ticks, (), (torch.int64,), goes_on)
     _checks.tensor(op, "record", record, ("R", slots, 3), (torch.int64,), goes_on)
     _checks.whole(op, "recursions", recursions, 1)
     _checks.whole(op, "page_size", page_size, 1)
-    if not record.is_contiguous() or not record.shape[0]:
-        _checks.fail(op, "record", "a contiguous tensor of one record at least", f"strides {record.stride()}")
-    check_pages(op, block, chosen)
-    rows = slots * (1 if shared else recursions)
-    _checks.tensor(op, "lengths", block.lengths, (rows,), (torch.int64,), chosen)
+    if not record.shape[0]:
+        _checks.fail(op, "record", "at least one record", 0)
+    if not record.is_contiguous():
+        _checks.fail(op, "record", "a contiguous tensor", f"strides {record.stride()}")
+    check_pages(op, "block", block, slots * (1 if shared else recursions), chosen)
     if ends is not None:
-        check_pages(op, ends, chosen)
-        _checks.tensor(op, "lengths", ends.lengths, (slots,), (torch.int64,), chosen)
+        check_pages(op, "ends", ends, slots, chosen)
     pools = (*block, *(ends or (None,) * len(block)))
     named = resolve(op, backend, chosen)
     return Entering(*_advance(chosen, goes_on, at, *lanes, record, *pools, recursions, shared, page_size, named))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .. import _checks
-from ..pages.eager import check_state
 from ..pages.eager import free as give
 from ._fields import FIELDS, NOTHING
 
@@ -39,18 +38,18 @@ def _placed(values, at, size, missing):
 
 
 def check(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
-    op, (block, ends), (recursions, _, _) = "advance_", (rest[:5], rest[5:10]), rest[10:]
+    op, block, ends, (recursions, _, _) = "advance_", rest[:5], rest[5:10], rest[10:]
     if at is not None:
         _checks.indices(op, "at", at, chosen.shape[0])
         _checks.distinct(op, "at", at, "place")
     state = dict(zip(FIELDS, table[:, : goes_on.shape[0]]))
     for name, limit in (("recursion", recursions), ("row", block[0].shape[0]), ("line", table.shape[1])):
-        _checks.indices(op, f"table ({name})", state[name], limit)
+        _checks.indices(op, f"lanes.table ({name})", state[name], limit)
     if int(ticks) < 0:
-        _checks.fail(op, "ticks", "a number of at least 0", int(ticks))
-    check_state(op, *block)
+        _checks.fail(op, "lanes.ticks", "a number of at least 0", int(ticks))
+    _checks.accounts(op, "block", *block)
     if ends[0] is not None:
-        check_state(op, *ends)
+        _checks.accounts(op, "ends", *ends)
 
 
 def advance(chosen, goes_on, at, table, k_lens, ticks, record, *rest):

@@ -6,12 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from .._layout import contiguous
 from ..pages.triton import give
 from ._fields import FIELDS, NOTHING
 
 LANES = 512  # looked at together, at the most
 NONE = tl.constexpr(NOTHING)
-ROWS = tl.constexpr(len(FIELDS))
+# rows of the table, as FIELDS has them
+RECURSION, FEED, ROW, SLOT, LINE, PLACE, WAITS, POSITION, END = map(tl.constexpr, range(len(FIELDS)))
+STOP = tl.constexpr(len(FIELDS))  # the first of the tokens that end a request
 
 
 @triton.jit
@@ -36,9 +39,9 @@ def _take(owned, page_table, free_pages, free, max_pages, row, mask, length, hel
 def _wants(goes_on, table, slots, lane, mask):
     """Which lanes are to pass the last and the first layer, and which of these have waited for it."""
     column = table + lane
-    feed = tl.load(column + slots, mask=mask, other=-1)
-    line = tl.load(column + 4 * slots, mask=mask, other=-1)
-    waits = tl.load(column + 6 * slots, mask=mask, other=-1)
+    feed = tl.load(column + FEED * slots, mask=mask, other=-1)
+    line = tl.load(column + LINE * slots, mask=mask, other=-1)
+    waits = tl.load(column + WAITS * slots, mask=mask, other=-1)
     on = tl.load(goes_on + lane, mask=mask, other=0) != 0
     wants = ((line >= 0) & (on == 0)) | (feed >= 0)
     return wants & (waits < 0), wants & (waits >= 0)
@@ -82,7 +85,7 @@ def _leave(
     tl.store(rows + place.to(tl.int64) * WIDTH + d, state, mask=d < WIDTH)
     field = tl.arange(0, COLUMN_BLOCK)
     number = tl.load(table + field * slots + lane, mask=there & (field < COLUMN), other=0)
-    number = tl.where(there, number, tl.where(field < ROWS, -1, 0))
+    number = tl.where(there, number, tl.where(field < STOP, -1, 0))
     tl.store(columns + field * size + place, number, mask=field < COLUMN)
     tl.store(keys + place, tl.load(k_lens + slots + lane, mask=there, other=0))
 
@@ -115,12 +118,12 @@ def _ends(chosen, goes_on, at, table, slots, lane, mask, STOPS: tl.constexpr):
     there = mask & (place >= 0)
     token = tl.load(chosen + place, mask=there, other=0)
     stop = (token < 0) | (
-        tl.load(column + 7 * slots, mask=mask, other=0) + 2 >= tl.load(column + 8 * slots, mask=mask, other=0)
+        tl.load(column + POSITION * slots, mask=mask, other=0) + 2 >= tl.load(column + END * slots, mask=mask, other=0)
     )
     for i in tl.static_range(STOPS):
-        stop = stop | (token == tl.load(column + (ROWS + i) * slots, mask=mask, other=-1))
+        stop = stop | (token == tl.load(column + (STOP + i) * slots, mask=mask, other=-1))
     on = tl.load(goes_on + lane, mask=mask, other=0) != 0
-    through = (tl.load(column + 4 * slots, mask=mask, other=-1) >= 0) & (on == 0)
+    through = (tl.load(column + LINE * slots, mask=mask, other=-1) >= 0) & (on == 0)
     return place, there, through, token, through & there & stop
 
 
@@ -172,13 +175,13 @@ def _advance(
         lane = (first + tl.arange(0, LANES)).to(tl.int64)
         mask = lane < n
         column = table + lane
-        recursion = tl.load(column, mask=mask, other=-1)
-        feed = tl.load(column + slots, mask=mask, other=-1)
-        row = tl.load(column + 2 * slots, mask=mask, other=-1)
-        had_slot = tl.load(column + 3 * slots, mask=mask, other=-1) >= 0
-        place = tl.load(column + 5 * slots, mask=mask, other=-1)
-        waits = tl.load(column + 6 * slots, mask=mask, other=-1)
-        position = tl.load(column + 7 * slots, mask=mask, other=0)
+        recursion = tl.load(column + RECURSION * slots, mask=mask, other=-1)
+        feed = tl.load(column + FEED * slots, mask=mask, other=-1)
+        row = tl.load(column + ROW * slots, mask=mask, other=-1)
+        had_slot = tl.load(column + SLOT * slots, mask=mask, other=-1) >= 0
+        place = tl.load(column + PLACE * slots, mask=mask, other=-1)
+        waits = tl.load(column + WAITS * slots, mask=mask, other=-1)
+        position = tl.load(column + POSITION * slots, mask=mask, other=0)
         entry, there, through, token, ended = _ends(chosen, goes_on, at, table, slots, lane, mask, STOPS)
         passed = recursion >= 0
         leaves = through & there
@@ -216,11 +219,11 @@ def _advance(
         tl.store(record + 3 * lane + 2, following, mask=mask)
         position += going.to(tl.int64)
         line = tl.where(active, lane, -1)
-        tl.store(column, following, mask=mask)
-        tl.store(column + slots, tl.full((LANES,), -1, tl.int64), mask=there)
-        tl.store(column + 4 * slots, line, mask=mask)
-        tl.store(column + 6 * slots, tl.where(waiting, taken, -1), mask=mask)
-        tl.store(column + 7 * slots, position, mask=mask)
+        tl.store(column + RECURSION * slots, following, mask=mask)
+        tl.store(column + FEED * slots, tl.full((LANES,), -1, tl.int64), mask=there)
+        tl.store(column + LINE * slots, line, mask=mask)
+        tl.store(column + WAITS * slots, tl.where(waiting, taken, -1), mask=mask)
+        tl.store(column + POSITION * slots, position, mask=mask)
         tl.store(ids + entry, tl.where(fed, feed, tl.maximum(token, 0)), mask=there)
         tl.store(positions_out + entry, tl.where(enters, position, 0), mask=there)
         tl.store(lanes_out + entry, tl.where(enters, lane, -1), mask=there)
@@ -235,13 +238,13 @@ def _advance(
                 end_length, end_held, PAGE_SIZE,
             )  # fmt: skip
             place = tl.where(enters, entering_slot, tl.where(active, place, -1))
-            tl.store(column + 5 * slots, place, mask=mask)
+            tl.store(column + PLACE * slots, place, mask=mask)
             tl.store(k_lens + slots + lane, tl.where(active, position + 1, 0).to(tl.int32), mask=mask)
         tl.store(slots_out + entry, entering_slot, mask=there)
         length += (counted & (row == read)).to(tl.int64)
         slot, free = _take(owned, page_table, free_pages, free, max_pages, read, appends, length, held, PAGE_SIZE)
-        tl.store(column + 2 * slots, tl.where(appends, read, -1), mask=mask)
-        tl.store(column + 3 * slots, slot, mask=mask)
+        tl.store(column + ROW * slots, tl.where(appends, read, -1), mask=mask)
+        tl.store(column + SLOT * slots, slot, mask=mask)
         tl.store(k_lens + lane, tl.where(passes, length + (slot >= 0), 0).to(tl.int32), mask=mask)
     if at is not None:
         for first in range(0, size, LANES):
@@ -266,7 +269,7 @@ def advance(chosen, goes_on, at, table, k_lens, ticks, record, *rest):
     keys = torch.empty_like(chosen, dtype=torch.int32)
     lanes, stops = min(max(triton.next_power_of_2(n), 64), LANES), table.shape[0] - len(FIELDS)
     _advance[(1,)](
-        chosen.contiguous(), goes_on.contiguous(), None if at is None else at.contiguous(), table, k_lens, ticks,
+        *contiguous(chosen, goes_on, at), table, k_lens, ticks,
         record, ids, positions, entering, places, keys, *block, *ends, n, chosen.shape[0], slots, record.shape[0],
         record.stride(0), recursions, 1 if shared else recursions, block[2].shape[1],
         0 if ends[0] is None else ends[2].shape[1],
@@ -297,7 +300,7 @@ def enter(x, new, lanes, logits, weight, temperature):
     new = new if new.stride(1) == 1 else new.contiguous()
     if n:
         _enter[(n,)](
-            x, new, lanes.contiguous(), logits, None if weight is None else weight.contiguous(), x.stride(0),
+            x, new, *contiguous(lanes), logits, *contiguous(weight), x.stride(0),
             new.stride(0), 0 if logits is None else logits.stride(0), temperature,
             WIDTH=width, BLOCK=triton.next_power_of_2(max(width, 1)), num_warps=4,
         )  # fmt: skip

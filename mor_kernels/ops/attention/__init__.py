@@ -243,16 +243,17 @@ def attention(
         k_lens: (B,) integers; keys at and past it are not seen, whatever they hold. So are keys past a sequence's last
             position, unless a library computes it; a NaN among the others reaches every query of its sequence.
         softmax_scale: default d ** -0.5.
-        return_lse: also return the log-sum-exp of the scaled scores, (B, H, Tq) fp32, -inf where nothing is seen.
+        return_lse: also return the log-sum-exp of the scaled scores, (B, H, Tq) fp32 (fp64 for fp64), -inf where
+            nothing is seen.
         backend: "eager"; "triton"; "hopper" (H100; bf16 and fp16, d of 64 or 128, nothing fresh; the backward takes 4
             bytes an element of q beside its results); or a library behind this op: "cudnn" (PyTorch's; as many queries
             as keys, without positions) or "fa4" (flash-attn-4, Hopper), both without lengths. The last three take a
-            scale > 0 and add up the gradient of q in any order. Default: the fastest as measured
-            (``attention/_choice.py``); "triton" in deterministic mode.
+            scale > 0 and add up the gradient of q in any order, which deterministic mode refuses. Default: the fastest
+            as measured (``attention/_choice.py``); "triton" in deterministic mode.
 
     Returns:
         (B, Tq, H, d), dtype of q (the autocast dtype under autocast); zeros where a query sees nothing. With
-        ``return_lse`` a pair. Gradients reach q, k, v, through both.
+        ``return_lse`` a pair. Gradients reach q, k, v and the fresh ones, through both.
 
     Raises:
         ValueError: an argument doesn't fit; the message names it.
@@ -336,14 +337,13 @@ def attention_varlen(
         k_fresh: (total_q, G, d), as in :func:`attention`.
         v_fresh: (total_q, G, d), as in :func:`attention`.
         softmax_scale: default d ** -0.5.
-        return_lse: also return the log-sum-exp, (H, total_q) fp32, -inf where nothing is seen.
+        return_lse: also return the log-sum-exp, (H, total_q) fp32 (fp64 for fp64), -inf where nothing is seen.
         backend: "eager", "triton", "hopper" as in :func:`attention`, or "fa4" (without positions, with one cu_seqlens
             for both; a NaN may then reach the neighbours of its sequence). Default: the fastest as measured; "triton"
             in deterministic mode.
 
     Returns:
-        (total_q, H, d), dtype and zeros as in :func:`attention`, or a pair with the log-sum-exp. Gradients reach q, k,
-        v, through both.
+        (total_q, H, d), dtype and zeros as in :func:`attention`, or a pair with the log-sum-exp. Gradients as there.
 
     Raises:
         ValueError: an argument doesn't fit; the message names it.

@@ -35,9 +35,13 @@ def hopper_refuses(q, k, v, k_fresh, *rest):
 
 
 def hopper_refuses_backward(d_out, d_lse, q, k, v, k_fresh, *rest):
+    return _any_order_refused() or _hopper_refuses(q, k_fresh, rest[-1])
+
+
+def _any_order_refused():
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return "it adds up d_q in any order, and deterministic algorithms were asked for"
-    return _hopper_refuses(q, k_fresh, rest[-1])
+    return None
 
 
 def _computation_refused(q, scale):
@@ -62,7 +66,7 @@ def _library_refuses(q, k, v, scale):
 
 
 def cudnn_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
-    if not _plain(q, k, q_positions, q_lens, k_lens):
+    if not (q_positions is None and q_lens is None and k_lens is None and q.shape[1] == k.shape[1]):
         return "it takes as many queries as keys, causal by their index, without positions and lengths"
     return _library_refuses(q, k, v, scale)
 
@@ -70,24 +74,19 @@ def cudnn_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale)
 def cudnn_refuses_backward(d_out, d_lse, *arguments):
     if d_lse is not None:
         return "it has no gradient of the log-sum-exp"
-    return cudnn_refuses(*_forward_of((d_out, d_lse, *arguments)))
+    return _any_order_refused() or cudnn_refuses(*_forward_of((d_out, d_lse, *arguments)))
 
 
 def fa4_refuses(q, k, v, k_fresh, v_fresh, q_positions, q_lens, k_lens, scale):
     if k_fresh is not None:
         return "it takes no fresh keys and values"
-    if (
-        q_positions is None
-        and not _plain(q, k, q_positions, q_lens, k_lens)
-        or q_lens is not None
-        or k_lens is not None
-    ):
+    if q_lens is not None or k_lens is not None or (q_positions is None and q.shape[1] != k.shape[1]):
         return "it takes positions or as many queries as keys, causal by their index, and no lengths"
     return "it has no keys" if k.numel() == 0 else _library_refuses(q, k, v, scale)
 
 
 def fa4_refuses_backward(*arguments):
-    return fa4_refuses(*_forward_of(arguments))
+    return _any_order_refused() or fa4_refuses(*_forward_of(arguments))
 
 
 def fa4_refuses_varlen(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, *rest):
@@ -98,11 +97,7 @@ def fa4_refuses_varlen(q, k, v, k_fresh, v_fresh, cu_seqlens_q, cu_seqlens_k, *r
 
 
 def fa4_refuses_varlen_backward(*arguments):
-    return fa4_refuses_varlen(*_forward_of(arguments))
-
-
-def _plain(q, k, q_positions, q_lens, k_lens):
-    return q_positions is None and q_lens is None and k_lens is None and q.shape[1] == k.shape[1]
+    return _any_order_refused() or fa4_refuses_varlen(*_forward_of(arguments))
 
 
 # What is faster than Triton on an H200 from how many keys of a sequence on (torch 2.11 with its cuDNN, Triton 3.6,

@@ -1,4 +1,5 @@
-"""What attention's Triton kernels and the libraries behind it share."""
+"""What attention's kernels and the libraries behind it share: the sizes of a call and what a program has of them, rows
+that belong to no sequence, and lists of blocks for FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -7,6 +8,68 @@ import triton
 import triton.language as tl
 
 BLOCK = 128  # queries and keys of a block in the lists
+CHUNK = 1024  # positions that are compared at once
+SECTION_BYTES = 2**24  # of keys and values (or queries and gradients) that share the L2 cache
+
+
+class Sizes:
+    """Of one call; ``longest`` bounds the lengths where sequences are packed."""
+
+    def __init__(self, q, k, q_ends, longest=None):
+        self.packed = longest is not None
+        self.heads, self.width = q.shape[-2:]
+        self.groups = k.shape[-2]
+        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
+        self.pairs = self.batch * self.groups
+        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
+        self.q_longest, self.k_longest = longest or (self.q_rows, self.k_rows)
+        self.lse_shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
+
+    def section(self, streamed, itemsize):
+        """How many (sequence, head) pairs are computed at a time, by the rows that each of their tiles passes over."""
+        return min(self.pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
+
+
+@triton.jit
+def item_of(item, groups, pairs, tiles, section):
+    """The sequence, the key/value head and the tile of a program. A section of (sequence, head) pairs, whose keys and
+    values fit into the L2 cache together, comes after another; within it a tile of every pair, then the next. In 32
+    bits it is shorter; in 64 ``_backward_kv`` of triton.py takes fewer registers."""
+    before = item // (section * tiles) * section
+    size = tl.minimum(section, pairs - before)
+    inside = item - before * tiles
+    pair = before + inside % size
+    return pair // groups, pair % groups, (inside // size).to(tl.int32)
+
+
+@triton.jit
+def span_of(b, ends, rows, PACKED: tl.constexpr):
+    """The first row of sequence b in contiguous memory, and how many it has."""
+    if PACKED:
+        start = tl.load(ends + b).to(tl.int64)
+        count = tl.load(ends + b + 1).to(tl.int64) - start
+    else:
+        start = b * rows
+        count = rows.to(tl.int64)
+        if ends is not None:
+            count = tl.minimum(tl.maximum(tl.load(ends + b).to(tl.int64), 0), count)
+    return start, count.to(tl.int32)
+
+
+@triton.jit
+def last_key_of(positions, query, queries, keys):
+    """The last key that each query sees, -1 for none."""
+    if positions is None:
+        position = query
+    else:
+        position = tl.load(positions + query, mask=query < queries, other=-1).to(tl.int64)
+    return tl.maximum(tl.minimum(position, keys - 1), -1).to(tl.int32)
+
+
+@triton.jit
+def statistic_of(q_start, q_rows, heads, PACKED: tl.constexpr):
+    """Where a sequence begins in (B, heads, q_rows), or in (heads, total)."""
+    return q_start if PACKED else q_start * heads
 
 
 @triton.jit(do_not_specialize=["total", "columns"])

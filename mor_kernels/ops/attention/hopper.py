@@ -59,9 +59,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._dispatch import properties
 from .._layout import contiguous
-from .._triton import quotient
-from ._triton import cleared, cleared_gradients
-from .triton import CHUNK, LEAST, LOG2_E, Sizes, _item, _positions, _span, _statistic
+from .._triton import LEAST, LOG2_E, quotient
+from ._triton import CHUNK, Sizes, cleared, cleared_gradients, item_of, last_key_of, span_of, statistic_of
 
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BOTH = gl.constexpr(128)  # rows of both consumers
@@ -95,10 +94,10 @@ def add_to_global(descriptor, at, tile, _semantic=None):
 def _place(item, q_ends, k_ends, sizes, PACKED: gl.constexpr):
     """The key/value head and the tile of an item, and where its sequence's queries and keys begin and how many."""
     groups, pairs, tiles, section, q_rows, k_rows = sizes
-    b, g, tile = _item(item, groups, pairs, tiles, section)
+    b, g, tile = item_of(item, groups, pairs, tiles, section)
     b = b.to(gl.int64)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    q_start, queries = span_of(b, q_ends, q_rows, PACKED)
+    k_start, keys = span_of(b, k_ends, k_rows, PACKED)
     return g, tile, q_start, queries, k_start, keys
 
 
@@ -194,7 +193,7 @@ def _store_rows(acc, total, reference, position, first_row, out, lse, sizes, GRO
     some = position >= 0
     total = gl.where(some, gl.convert_layout(gl.sum(total, 1), OF_ROW), 1.0)
     written = query < (queries if PACKED else q_rows)
-    at = _statistic(q_start, q_rows, heads, PACKED) + (first_head + row % GROUP) * q_rows.to(gl.int64) + query
+    at = statistic_of(q_start, q_rows, heads, PACKED) + (first_head + row % GROUP) * q_rows.to(gl.int64) + query
     gl.store(lse + at, gl.where(some, (reference + gl.log2(total)) / LOG2_E, -float("inf")), mask=written)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     at = ((q_start + row // GROUP) * heads + first_head + row % GROUP) * D
@@ -286,7 +285,7 @@ def _last_keys(
     if positions is not None:
         positions += q_start
     query = (first_row + gl.arange(0, HEIGHT, LAYOUT)) // GROUP
-    return gl.where(query < queries, _positions(positions, query, queries, keys), -1), query < queries
+    return gl.where(query < queries, last_key_of(positions, query, queries, keys), -1), query < queries
 
 
 @gluon.jit
@@ -580,8 +579,8 @@ def _plan(
 ):  # fmt: skip
     """Of a tile of keys: the first query of the first tile of queries that sees it, how many such tiles there are from
     it on, up to which query they are masked, and how many of the sequence's keys any query sees."""
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    q_start, queries = span_of(b, q_ends, q_rows, PACKED)
+    k_start, keys = span_of(b, k_ends, k_rows, PACKED)
     if positions is not None:
         positions += q_start
     first_key = tile * BLOCK_N
@@ -590,7 +589,7 @@ def _plan(
     for start in tl.range(0, queries, CHUNK):
         query = start + tl.arange(0, CHUNK)
         inside = query < queries
-        last = tl.where(inside, _positions(positions, query, queries, keys), -1)
+        last = tl.where(inside, last_key_of(positions, query, queries, keys), -1)
         since = tl.minimum(since, tl.min(tl.where(last >= first_key, query, queries)))
         always = tl.maximum(always, tl.max(tl.where((last < last_key) & inside, query + 1, 0)))
         seen = tl.maximum(seen, tl.max(last) + 1)
@@ -667,7 +666,7 @@ def _take(taken, plan, groups, pairs, tiles, section):
     item = gl.atomic_add(taken, 1, sem="relaxed")
     since, steps, masked, seen = pairs * 0, pairs * 0, pairs * 0, pairs * 0
     if item < pairs * tiles:
-        b, g, tile = _item(item, groups, pairs, tiles, section)
+        b, g, tile = item_of(item, groups, pairs, tiles, section)
         plan += (b.to(gl.int64) * tiles + tile) * 4
         since, steps, masked, seen = gl.load(plan), gl.load(plan + 1), gl.load(plan + 2), gl.load(plan + 3)
     return item, since, steps, masked, seen
@@ -709,12 +708,12 @@ def _backward_producer(
         if positions is not None:
             of_sequence = positions + q_start
         column *= GROUP
-        statistic = _statistic(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
+        statistic = statistic_of(q_start, q_rows, groups * GROUP, PACKED) + g * GROUP * q_rows.to(gl.int64)
         first = since
         for _ in range(steps * GROUP):
             query = first + m
             inside = query < queries
-            position = gl.where(inside, _positions(of_sequence, query, queries, keys), -1)
+            position = gl.where(inside, last_key_of(of_sequence, query, queries, keys), -1)
             lse_2 = gl.load(lse + statistic + query, mask=inside, other=0.0) * LOG2_E
             lse_2 = gl.where(position >= 0, lse_2, float("inf"))  # what sees nothing: p = exp2(s - inf) = 0
             sums = gl.load(delta + statistic + query, mask=inside, other=0.0)

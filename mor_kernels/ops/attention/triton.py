@@ -33,39 +33,12 @@ import triton
 import triton.language as tl
 
 from .._layout import contiguous
-from ._triton import cleared, cleared_gradients
+from .._triton import LEAST, LOG2_E
+from ._triton import CHUNK, Sizes, cleared, cleared_gradients, item_of, last_key_of, span_of, statistic_of
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
 ALIGN = tl.constexpr(16)  # the backward's statistics of a sequence begin at a multiple of so many rows,
 GAP = tl.constexpr(5)  # and are followed by so many times as much: a tile of 64 that begins at the last row ends there
 PLANES = tl.constexpr(4)  # of statistics in a tile: lse, delta, and two that are not there
-
-
-@triton.jit
-def _item(item, groups, pairs, tiles, section):
-    """The sequence, the key/value head and the tile of a program. A section of (sequence, head) pairs, whose keys and
-    values fit into the L2 cache together, comes after the other; within it a tile of every pair, then the next. In 32
-    bits it is shorter; in 64 :func:`_backward_kv` takes fewer registers."""
-    before = item // (section * tiles) * section
-    size = tl.minimum(section, pairs - before)
-    inside = item - before * tiles
-    pair = before + inside % size
-    return pair // groups, pair % groups, (inside // size).to(tl.int32)
-
-
-@triton.jit
-def _span(b, ends, rows, PACKED: tl.constexpr):
-    """The first row of sequence b in contiguous memory, and how many it has."""
-    if PACKED:
-        start = tl.load(ends + b).to(tl.int64)
-        count = tl.load(ends + b + 1).to(tl.int64) - start
-    else:
-        start = b * rows
-        count = rows.to(tl.int64)
-        if ends is not None:
-            count = tl.minimum(tl.maximum(tl.load(ends + b).to(tl.int64), 0), count)
-    return start, count.to(tl.int32)
 
 
 @triton.jit
@@ -113,16 +86,6 @@ def _keys(
 
 
 @triton.jit
-def _positions(positions, query, queries, keys):
-    """The last key that each query sees, -1 for none."""
-    if positions is None:
-        position = query
-    else:
-        position = tl.load(positions + query, mask=query < queries, other=-1).to(tl.int64)
-    return tl.maximum(tl.minimum(position, keys - 1), -1).to(tl.int32)
-
-
-@triton.jit
 def _visible(position, valid, keys, BLOCK_N: tl.constexpr):
     """Of a tile of rows: how many keys, in whole tiles of keys, all see; and how many any sees."""
     seen = tl.max(tl.where(valid, position, -1)) + 1
@@ -139,9 +102,9 @@ def _forward(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. The last tiles see most keys and come first."""
-    b, g, tile = _item(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    b, g, tile = item_of(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
+    q_start, queries = span_of(b, q_ends, q_rows, PACKED)
+    k_start, keys = span_of(b, k_ends, k_rows, PACKED)
     row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = row // GROUP, g * GROUP + row % GROUP
     valid = query < queries
@@ -150,7 +113,7 @@ def _forward(
     v = _sequence(v + g * v_head, b, k_start, v_batch, v_token, PACKED)
     # loaded before the positions, whose extremes must be waited for
     q_tile = _load(q, _offsets(query, q_token, BLOCK_D) + (head * q_head)[:, None], valid, WIDTH, BLOCK_D)
-    position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
+    position = last_key_of(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
     n = tl.arange(0, BLOCK_N)
     own = (q_start * groups + g) * WIDTH
@@ -182,14 +145,8 @@ def _forward(
     total = tl.where(some, total, 1.0)
     acc = tl.where(some[:, None], acc / total[:, None], 0.0)
     tl.store(at, acc.to(out.dtype.element_ty), mask=written[:, None] & (d < WIDTH)[None, :])
-    at = lse + _statistic(q_start, q_rows, groups * GROUP, PACKED) + head * q_rows.to(tl.int64) + query
+    at = lse + statistic_of(q_start, q_rows, groups * GROUP, PACKED) + head * q_rows.to(tl.int64) + query
     tl.store(at, tl.where(some, (largest + tl.log2(total)) / LOG2_E, -float("inf")), mask=written)
-
-
-@triton.jit
-def _statistic(q_start, q_rows, heads, PACKED: tl.constexpr):
-    """Where a sequence begins in (B, heads, q_rows), or in (heads, total)."""
-    return q_start if PACKED else q_start * heads
 
 
 @triton.jit
@@ -216,9 +173,9 @@ def _backward_q(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_q of a tile of rows. For :func:`_backward_kv` it leaves each query's last key, lse to the base 2, and delta."""
-    b, g, tile = _item(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    b, g, tile = item_of(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
+    q_start, queries = span_of(b, q_ends, q_rows, PACKED)
+    k_start, keys = span_of(b, k_ends, k_rows, PACKED)
     row = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = row // GROUP, g * GROUP + row % GROUP
     valid = query < queries
@@ -231,9 +188,9 @@ def _backward_q(
     at = _offsets((q_start + query) * heads + head, WIDTH, BLOCK_D)
     d_out_tile = _load(d_out, at, valid, WIDTH, BLOCK_D)
     out_tile = _load(out, at, valid, WIDTH, BLOCK_D)
-    position = _positions(positions + q_start if positions is not None else None, query, queries, keys)
+    position = last_key_of(positions + q_start if positions is not None else None, query, queries, keys)
     shared, seen = _visible(position, valid, keys, BLOCK_N)
-    statistic = _statistic(q_start, q_rows, heads, PACKED) + head * q_rows.to(tl.int64) + query
+    statistic = statistic_of(q_start, q_rows, heads, PACKED) + head * q_rows.to(tl.int64) + query
     delta = tl.sum(d_out_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if d_lse is not None:
         delta -= tl.load(d_lse + statistic, mask=valid, other=0.0)
@@ -292,9 +249,9 @@ def _backward_kv(
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of a tile of keys. The first keys are seen most and come first."""
-    b, g, tile = _item(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    b, g, tile = item_of(tl.program_id(0).to(tl.int64), groups, pairs, tiles, section)
+    q_start, queries = span_of(b, q_ends, q_rows, PACKED)
+    k_start, keys = span_of(b, k_ends, k_rows, PACKED)
     n = tl.arange(0, BLOCK_N)
     first_key = tile * BLOCK_N
     key = first_key + n
@@ -372,8 +329,8 @@ def _place(positions, q_ends, k_ends, places, tiles, q_rows, k_rows, PACKED: tl.
     """places[the key at a query's position] = the query, counted in its sequence; the others stay."""
     b = (tl.program_id(0) // tiles).to(tl.int64)
     query = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    q_start, queries = _span(b, q_ends, q_rows, PACKED)
-    k_start, keys = _span(b, k_ends, k_rows, PACKED)
+    q_start, queries = span_of(b, q_ends, q_rows, PACKED)
+    k_start, keys = span_of(b, k_ends, k_rows, PACKED)
     position = tl.load(positions + q_start + query, mask=query < queries, other=-1).to(tl.int64)
     tl.store(places + k_start + position, query, mask=(position >= 0) & (position < keys))
 
@@ -428,28 +385,8 @@ def settings(width: int, exact: bool, device: torch.device) -> Settings:
     return (SM_90 if arch == 90 else SM_80)[max(32, width)]
 
 
-SECTION_BYTES = 2**24  # of keys and values (or queries and gradients) that share the L2 cache
-CHUNK = 1024  # positions that are compared at once
 # Triton 3.2 fails to compile loops whose loads depend on loads, unless they are not pipelined; 3.6 is the first tried.
 PIPELINES_INDIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-
-
-class Sizes:
-    """Of one call; ``longest`` bounds the lengths where sequences are packed."""
-
-    def __init__(self, q, k, q_ends, longest=None):
-        self.packed = longest is not None
-        self.heads, self.width = q.shape[-2:]
-        self.groups = k.shape[-2]
-        self.batch = q_ends.shape[0] - 1 if self.packed else q.shape[0]
-        self.pairs = self.batch * self.groups
-        self.q_rows, self.k_rows = (q.shape[0], k.shape[0]) if self.packed else (q.shape[1], k.shape[1])
-        self.q_longest, self.k_longest = longest or (self.q_rows, self.k_rows)
-        self.lse_shape = (self.heads, self.q_rows) if self.packed else (self.batch, self.heads, self.q_rows)
-
-    def section(self, streamed, itemsize):
-        """How many (sequence, head) pairs are computed at a time, by the rows that each of their tiles passes over."""
-        return min(self.pairs, max(1, SECTION_BYTES // max(1, 2 * streamed * self.width * itemsize)))
 
 
 class _Call(Sizes):

@@ -6,8 +6,8 @@ from typing import overload
 
 import torch
 
-from .. import _checks, _dispatch
-from .._dispatch import deferred, define, resolve
+from .. import _checks
+from .._dispatch import deferred, define, named_backend, resolve, unavailable
 from .._measured import few_rows
 from .._numeric import wide
 from ..kv import check_caches
@@ -202,7 +202,7 @@ def decode_linear(
         _checks.tensor(op, "next_norm_weight", next_norm_weight, (columns,), like=x)
     tensors = {"x": x, "weight": weight, "norm_weight": norm_weight, "residual": residual,
                "next_norm_weight": next_norm_weight}  # fmt: skip
-    _of_one_dtype(op, tensors, squares)
+    _check_floats(op, tensors, squares)
     named = resolve(op, backend, *tensors.values())
     outputs = _linear(
         x,
@@ -279,7 +279,7 @@ def decode_qkv_(
     if of_head % 2:
         _checks.fail(op, "k_cache", "heads of an even width, to turn by positions", of_head)
     theta = _checks.number(op, "theta", theta, positive=True)
-    _of_one_dtype(op, {"x": x, "weight": weight, "norm_weight": norm_weight}, k_cache, v_cache, squares)
+    _check_floats(op, {"x": x, "weight": weight, "norm_weight": norm_weight}, k_cache, v_cache, squares)
     named = resolve(op, backend, x, weight, k_cache)
     return _qkv(
         x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares,
@@ -290,9 +290,9 @@ def decode_qkv_(
 def is_fused(x: torch.Tensor) -> bool:
     """Whether rows like x (n, K) get the fused kernel where no backend is named. Other kernels are faster as a training
     step has them, where a sum is left to the norm that reads it."""
-    named = _dispatch._default_backend
+    named = named_backend()
     chosen = named == "cuda" or (named == "auto" and x.is_cuda and few_rows(x))
-    return chosen and x.dtype == torch.bfloat16 and _dispatch.unavailable("cuda", "decode_linear", x.device) is None
+    return chosen and x.dtype == torch.bfloat16 and unavailable("cuda", "decode_linear", x.device) is None
 
 
 def _check_squares(op: str, squares: torch.Tensor | None, norm_weight: torch.Tensor | None, x: torch.Tensor) -> None:
@@ -305,8 +305,8 @@ def _check_squares(op: str, squares: torch.Tensor | None, norm_weight: torch.Ten
         _checks.fail(op, "squares", "at least one column", 0)
 
 
-def _of_one_dtype(op: str, tensors: dict[str, torch.Tensor | None], *others: torch.Tensor | None) -> None:
-    """And no tensor needs a gradient, of ``others`` either."""
+def _check_floats(op: str, tensors: dict[str, torch.Tensor | None], *others: torch.Tensor | None) -> None:
+    """The tensors are of one dtype; neither they nor the others need a gradient."""
     (name, first), *rest = tensors.items()
     assert first is not None
     for argument, t in rest:

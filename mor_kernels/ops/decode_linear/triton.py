@@ -13,8 +13,9 @@ from .eager import as_heads, for_next_norm, rstd_of
 
 
 def product(x, weight, norm_weight, squares, eps):
+    """In the dtype of x; with squares in fp32, which nobody has rounded again."""
     y = F.linear(x if norm_weight is None else add_rms_norm(x, None, norm_weight, eps, x.dtype)[1], weight)
-    return y if squares is None else (y * rstd_of(squares, x.shape[1], eps)).to(x.dtype)
+    return y if squares is None else y * rstd_of(squares, x.shape[1], eps)
 
 
 def decode_linear(x, weight, norm_weight, squares, eps, residual, next_norm_weight, gated, prefetch):
@@ -28,9 +29,9 @@ def _linear(x, weight, norm_weight, squares, eps, residual, gated):
     y = product(x, weight, norm_weight, squares, eps)
     if gated:
         y = swiglu(y)
-    return y if residual is None else y + residual
+    return (y if residual is None else y + residual).to(x.dtype)
 
 
 def decode_qkv(x, weight, k_cache, v_cache, slots, heads, positions, theta, norm_weight, squares, eps, prefetch):
     q, k, v = as_heads(product(x, weight, norm_weight, squares, eps), heads, k_cache)
-    return append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, None, None)
+    return append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, None, None).to(x.dtype)

@@ -6,6 +6,7 @@ import torch
 
 from ... import _C
 from .._cuda import ACTIVATIONS, RESIDUALS, launch
+from .._layout import contiguous
 
 
 def depth_step(
@@ -14,8 +15,7 @@ def depth_step(
     n, width = x.shape
     goes_on = torch.empty(n, dtype=torch.bool, device=x.device)
     if n:
-        recursions, weight = recursions.contiguous(), weight.contiguous()
-        last, replayed, aux_weight = (None if t is None else t.contiguous() for t in (last, replayed, aux_weight))
+        recursions, weight, last, replayed, aux_weight = contiguous(recursions, weight, last, replayed, aux_weight)
         launch(
             _C.depth_step, x, update, logits, recursions, weight, last, replayed, aux_weight, goes_on,
             n, weight.shape[0], width, *x.stride(), *update.stride(), *logits.stride(),

@@ -142,7 +142,7 @@ def check_caches(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Checks of every op that reads or writes caches of 8 bits."""
+    """Checks of every op that reads or writes caches."""
     _checks.tensor(op, "k_cache", k_cache, ("num_pages", "page_size", "G", "d"), STORED)
     _checks.tensor(op, "v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), k_cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -161,7 +161,7 @@ def _check_append(
     slots: torch.Tensor,
     positions: torch.Tensor | None,
     theta: float,
-) -> None:
+) -> float:
     _checks.tensor(op, "k", k, ("n", *k_cache.shape[2:]), like=k_cache)
     _checks.tensor(op, "v", v, tuple(k.shape), (k.dtype,), k_cache)
     _checks.tensor(op, "slots", slots, (k.shape[0],), (torch.int64,), k_cache)
@@ -169,7 +169,7 @@ def _check_append(
         _checks.tensor(op, "positions", positions, (k.shape[0],), _checks.INTEGERS, k_cache)
         if k.shape[2] % 2:
             _checks.fail(op, "k", "an even last dimension, to turn by positions", k.shape[2])
-        _checks.number(op, "theta", theta, positive=True)
+    return _checks.number(op, "theta", theta, positive=True)
 
 
 def kv_append(
@@ -211,7 +211,7 @@ def kv_append(
     check_caches(op, k_cache, v_cache)
     if k_cache.dtype == torch.float8_e4m3fn:
         _checks.fail(op, "k_cache", "a dtype that has gradients (float8 is for kv_append_)", k_cache.dtype)
-    _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
+    theta = _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
     if positions is not None:
         k = rope(k, positions, theta, backend=backend)
     return apply(_Append, k, v, k_cache, v_cache, slots, resolve(op, backend, k_cache, k))
@@ -257,15 +257,15 @@ def kv_append_(
     op = "kv_append_"
     check_caches(op, k_cache, v_cache, k_scale, v_scale)
     _checks.written(op, k_cache=k_cache, v_cache=v_cache)
-    _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
+    theta = _check_append(op, k, v, k_cache, v_cache, slots, positions, theta)
     if q is not None:
         _checks.tensor(op, "q", q, (k.shape[0], "H", k.shape[2]), like=k)
         if positions is None:
             _checks.fail(op, "positions", "positions, where q goes", "None")
     floats = (q, k, v, k_cache, v_cache, k_scale, v_scale)
-    _checks.no_gradient("kv_append_", *floats, instead="use kv_append")
+    _checks.no_gradient(op, *floats, instead="use kv_append")
     named = resolve(op, backend, k_cache, k, q)
-    out = _append_in_place(k, v, k_cache, v_cache, slots, q, positions, float(theta), k_scale, v_scale, named)
+    out = _append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale, v_scale, named)
     return None if q is None else out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ... import _C
 from .._cuda import index_code, inverse_of, launch
-from .._layout import contiguous
+from .._layout import contiguous, strides
 from ._layout import entries_by_page, side_by_side
 
 
@@ -19,7 +19,7 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
         launch(
             _C.kv_append, q, k, v, slots.contiguous(), positions, out_q if q_heads else None, k_cache, v_cache,
             *contiguous(k_scale, v_scale), theta, tokens, slots_there, q_heads, heads, width, max(k_cache.shape[1], 1),
-            (*((0, 0, 0) if q is None else q.stride()), *k.stride(), *v.stride()),
+            (*strides(q), *k.stride(), *v.stride()),
             (*k_cache.stride(), *v_cache.stride()), code, k.dtype, k_cache.dtype,
         )  # fmt: skip
     return out_q

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._layout import contiguous
+from .._layout import contiguous, strides
 from .._triton import cos_sin, frequencies, inverse_of, last_at_most, place, step_of, tile, to_e4m3
 from ._layout import entries_by_page, side_by_side
 
@@ -194,7 +194,7 @@ def append_in_place(k, v, k_cache, v_cache, slots, q, positions, theta, k_scale,
             q, k, v, slots, positions, out_q, k_cache, v_cache, k_scale, v_scale,
             *(step_of(theta, half) if positions is not None else (1.0, 0.0)),
             tokens, slots_there, q_shares, shares, q_heads, heads,
-            *((0, 0, 0) if q is None else q.stride()), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
+            *strides(q), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
             PAGE=k_cache.shape[1], WIDTH=width, HALF=half, BITS=bits, TOKENS=size, HEADS=tile_heads, num_warps=2,
         )  # fmt: skip
     return out_q
@@ -205,12 +205,11 @@ def _merged(k, v, k_cache, v_cache, slots):
     k_out, v_out = (t.new_empty(t.shape) for t in (k_cache, v_cache))
     if k_out.numel():
         length, width = k_out.shape[0] * k_out.shape[1], k_out[0, 0].numel()
-        new = [None if t is None else t.contiguous() for t in (k, v)]
+        k, v, k_cache, v_cache, slots = contiguous(k, v, k_cache, v_cache, slots)
         size = tile(width, 2048, 4)
-        slots = slots.contiguous()
         _merge[(triton.cdiv(length, size.rows), triton.cdiv(width, size.width))](
-            *new, k_cache.contiguous(), v_cache.contiguous(), slots, inverse_of(slots[None], length), k_out, v_out,
-            len(slots), length, width, ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
+            k, v, k_cache, v_cache, slots, inverse_of(slots[None], length), k_out, v_out, len(slots), length, width,
+            ROWS=size.rows, WIDTH=size.width, num_warps=size.num_warps,
         )  # fmt: skip
     return k_out, v_out
 

@@ -117,5 +117,5 @@ def linear_cross_entropy(
     x, weight = _checks.one_dtype(op, x=x, weight=weight)
     # asked here, since in a Function's forward inputs need gradients in evaluation as well
     needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-    backend = resolve("cross_entropy_", backend, x)
+    backend = resolve(op, backend, x, registered="cross_entropy_")
     return apply(_LinearCrossEntropy, as_rows(x), weight, targets.flatten(), *needs, backend)

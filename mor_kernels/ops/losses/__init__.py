@@ -197,7 +197,7 @@ def router_bias_update(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0
     _checks.tensor(
         "router_bias_update", "counts", counts, tuple(bias.shape), (*_checks.INTEGERS, *_checks.FLOATS), bias
     )
-    counts = counts.to(torch.float64)
+    rate, counts = _checks.number("router_bias_update", "rate", rate), counts.to(torch.float64)
     return bias + rate * torch.sign(counts.mean() - counts).to(bias.dtype)
 
 

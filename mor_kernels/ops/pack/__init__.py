@@ -35,18 +35,6 @@ _pack = define(
 )
 
 
-class _Pack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, depths: torch.Tensor, num_recursions: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = _pack(depths, num_recursions, backend)
-        ctx.mark_non_differentiable(*outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *_: object) -> tuple[None, None, None]:
-        return None, None, None
-
-
 def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | None = None) -> Packed:
     """The tokens that each recursion works on, in order and without gaps.
 
@@ -70,14 +58,14 @@ def pack_depths(depths: torch.Tensor, num_recursions: int, *, backend: str | Non
     _checks.whole("pack_depths", "num_recursions", num_recursions, 1)
     if depths.numel() >= 2**31:
         _checks.fail("pack_depths", "depths", "fewer than 2**31 tokens, which cu_seqlens can count", depths.numel())
-    return Packed(*apply(_Pack, depths, num_recursions, resolve("pack_depths", backend, depths)))
+    return Packed(*_pack(depths, num_recursions, resolve("pack_depths", backend, depths)))
 
 
 class Depths(NamedTuple):
     """What :func:`choose_depths` returns."""
 
     depths: torch.Tensor  #: (B, N) int64: 1..Nr; 0 at padding
-    probs: torch.Tensor  #: (B, N, Nr) fp32: softmax or sigmoid of the logits
+    probs: torch.Tensor  #: (B, N, Nr) fp32 (fp64 for fp64): softmax or sigmoid of the logits
 
 
 _choose = define(

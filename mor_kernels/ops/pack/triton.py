@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._layout import contiguous
 from .._triton import FLOAT_MAX
 
 CHUNK = 1024  # tokens, or tokens x recursions, that a program works on
@@ -128,7 +129,7 @@ def choose_depths(
     (*shape, experts), logits = logits.shape, logits.contiguous()
     depths = logits.new_empty(shape, dtype=torch.int64)
     probs = logits.new_empty(logits.shape, dtype=torch.float32)
-    bias, valid = (None if t is None else t.contiguous() for t in (bias, valid))
+    bias, valid = contiguous(bias, valid)
     _launch(_choose, logits, bias, valid, depths, probs, tokens=depths.numel(), experts=experts, activation=activation)
     return depths, probs
 

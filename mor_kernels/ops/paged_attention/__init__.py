@@ -11,7 +11,7 @@ import torch
 
 from .. import _checks
 from .._dispatch import deferred, define, resolve
-from ..kv import check_caches
+from ..kv import STORED, check_caches
 from . import eager
 from ._parts import ENTRY, empty_schedule, most_parts, schedule_size
 
@@ -26,11 +26,11 @@ _schedule = define(
     fake=empty_schedule,
     check=eager.check_schedule,
     eager=lambda *arguments: empty_schedule(*arguments).zero_(),
-    triton=deferred(f"{__name__}.triton", "schedule"),
-    cuda=deferred(f"{__name__}.cuda", "schedule"),
+    triton=deferred(f"{__name__}.triton", "attention_schedule"),
+    cuda=deferred(f"{__name__}.cuda", "attention_schedule"),
 )
 _op = define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor(a!) schedule, "
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_lens, Tensor(a!)? schedule, "
     "Tensor? rows, Tensor? cu_seqlens_q, Tensor? q_positions, Tensor? k_scale, Tensor? v_scale, float scale, "
     "str backend) -> Tensor",
     fake=lambda q, *_: q.new_empty(q.shape),
@@ -82,7 +82,10 @@ def attention_schedule(
         _checks.fail(op, "groups", f"a number that divides the {heads} query heads", groups)
     _checks.whole(op, "queries", queries)
     _check_lanes(op, k_lens, queries, rows, cu_seqlens_q)
-    suited = (64, 2) if k_cache is None else (k_cache.shape[-1], k_cache.dtype.itemsize)
+    suited = (64, 2)
+    if k_cache is not None:
+        _checks.tensor(op, "k_cache", k_cache, ("num_pages", "page_size", groups, "d"), STORED)
+        suited = (k_cache.shape[3], k_cache.dtype.itemsize)
     return _schedule(k_lens, heads, groups, queries, *suited, rows, cu_seqlens_q, split, resolve(op, backend, k_lens))
 
 
@@ -167,10 +170,7 @@ def paged_attention(
     _checks.no_gradient(op, q, k_cache, v_cache, k_scale, v_scale, instead="use kv_lookup and attention_varlen")
     scale = width**-0.5 if softmax_scale is None else _checks.number(op, "softmax_scale", softmax_scale)
     named = resolve(op, backend, q, k_cache)
-    if schedule is None:
-        suited = width, k_cache.dtype.itemsize
-        schedule = _schedule(k_lens, heads, groups, q.shape[0], *suited, rows, cu_seqlens_q, True, named)
-    else:
+    if schedule is not None:
         _checks.tensor(op, "schedule", schedule, ("numbers",), (torch.int32,), q)
         least = schedule_size(most_parts(k_lens.shape[0], heads, groups, q.shape[0], cu_seqlens_q), groups, 1)
         if schedule.shape[0] < least or (schedule.shape[0] - least) % ENTRY:

@@ -13,7 +13,7 @@ LEAST_KEYS = 256  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts begin at multiples of so many
 
 
-def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
+def attention_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
     lanes = k_lens.shape[0]
     out = empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
@@ -33,6 +33,9 @@ def paged_attention(
     n, heads, width = q.shape
     out = q.new_empty(q.shape)
     lanes, (page_size, groups) = k_lens.shape[0], k_cache.shape[1:3]
+    if schedule is None:
+        item_size = k_cache.dtype.itemsize
+        schedule = attention_schedule(k_lens, heads, groups, n, width, item_size, rows, cu_seqlens_q, split=True)
     code = 0
     if q_positions is not None:
         q_positions, code = index_code(q_positions.contiguous())

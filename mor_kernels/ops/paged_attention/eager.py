@@ -12,7 +12,7 @@ _ops = torch.ops.mor_kernels
 
 
 def check_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
-    op = "paged_attention"  # which makes one itself where none is given
+    op = "attention_schedule"
     if k_lens.numel() and int(k_lens.min()) < 0:
         _checks.fail(op, "k_lens", "values of at least 0", int(k_lens.min()))
     if cu_seqlens_q is not None:

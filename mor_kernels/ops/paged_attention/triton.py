@@ -24,11 +24,9 @@ import triton
 import triton.language as tl
 
 from .._layout import contiguous
-from .._triton import from_e4m3, has_float8
+from .._triton import LEAST, LOG2_E, from_e4m3, has_float8
 from ._parts import ENTRY, FIELDS, WHOLE, empty_schedule, most_parts, queries_of_a_tile, ranges_in, unread, wanted
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1e38)  # below any score, and finite: exp2(-inf - LEAST) is 0
 LEAST_KEYS = 512  # a part isn't worth its merging for fewer
 UNIT = 64  # keys: parts are multiples of so many
 
@@ -282,15 +280,14 @@ def _setting(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, 
     return (64, 4, 3) if block_m > 16 else (64, 2, 5)
 
 
-def schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
+def attention_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split):
     lanes = k_lens.shape[0]
     out = empty_schedule(k_lens, heads, groups, queries, width, item_size, rows, cu_seqlens_q, split)
     parts = most_parts(lanes, heads, groups, queries, cu_seqlens_q)
     block_q, ranges = queries_of_a_tile(lanes, heads // groups, queries, cu_seqlens_q), ranges_in(out, parts, groups)
     _schedule[(1,)](
-        k_lens.contiguous(), None if rows is None else rows.contiguous(),
-        None if cu_seqlens_q is None else cu_seqlens_q.contiguous(), out, lanes, queries, parts, parts * groups,
-        ranges, wanted(groups), LEAST_KEYS // UNIT if split else WHOLE,
+        *contiguous(k_lens, rows, cu_seqlens_q), out, lanes, queries, parts, parts * groups, ranges, wanted(groups),
+        LEAST_KEYS // UNIT if split else WHOLE,
         BLOCK_Q=block_q, UNIT=UNIT, FIELDS=FIELDS, ENTRY=ENTRY, LANES=256, PARTS=8, num_warps=8,
     )  # fmt: skip
     return out
@@ -304,6 +301,9 @@ def paged_attention(
     n, heads, width = q.shape
     out = q.new_empty(q.shape)
     lanes, (page_size, groups) = k_lens.shape[0], k_cache.shape[1:3]
+    if schedule is None:
+        item_size = k_cache.dtype.itemsize
+        schedule = attention_schedule(k_lens, heads, groups, n, width, item_size, rows, cu_seqlens_q, split=True)
     native = k_cache.dtype == torch.float8_e4m3fn and has_float8()
     q = q if q.stride(2) == 1 else q.contiguous()
     k_cache, v_cache = _rowwise(k_cache), _rowwise(v_cache)

@@ -89,17 +89,26 @@ class Taken(NamedTuple):
     refused: torch.Tensor  #: () int64: 0; or the pages that were lacking; or -1 if a row would outgrow its page table
 
 
-def check_pages(op: str, pages: Pages, rows: torch.Tensor) -> None:
-    _checks.tensor(op, "lengths", pages.lengths, ("rows",), (torch.int64,))
+def check_pages(
+    op: str, argument: str, pages: Pages, rows: int | str = "rows", like: torch.Tensor | None = None
+) -> None:
+    """``pages`` are a state, of so many rows if that is a number, on the device of ``like``."""
+    _checks.state(op, argument, pages, Pages)
+    _checks.tensor(op, f"{argument}.lengths", pages.lengths, (rows,), (torch.int64,), like)
     like = pages.lengths
-    _checks.tensor(op, "owned", pages.owned, tuple(like.shape), (torch.int64,), like)
-    _checks.tensor(op, "page_table", pages.page_table, (like.shape[0], "max_pages"), (torch.int32,), like)
-    _checks.tensor(op, "free_pages", pages.free_pages, ("num_pages",), (torch.int32,), like)
-    _checks.tensor(op, "free_count", pages.free_count, (), (torch.int64,), like)
-    for name, state in zip(Pages._fields, pages):
-        if not state.is_contiguous():
-            _checks.fail(op, name, "a contiguous tensor", f"strides {state.stride()}")
-    _checks.tensor(op, "rows", rows, ("R",), (torch.int64,), like)
+    _checks.tensor(op, f"{argument}.owned", pages.owned, tuple(like.shape), (torch.int64,), like)
+    shape = (like.shape[0], "max_pages")
+    _checks.tensor(op, f"{argument}.page_table", pages.page_table, shape, (torch.int32,), like)
+    _checks.tensor(op, f"{argument}.free_pages", pages.free_pages, ("num_pages",), (torch.int32,), like)
+    _checks.tensor(op, f"{argument}.free_count", pages.free_count, (), (torch.int64,), like)
+    for name, t in zip(Pages._fields, pages):
+        if not t.is_contiguous():
+            _checks.fail(op, f"{argument}.{name}", "a contiguous tensor", f"strides {t.stride()}")
+
+
+def _check(op: str, pages: Pages, rows: torch.Tensor) -> None:
+    check_pages(op, "pages", pages)
+    _checks.tensor(op, "rows", rows, ("R",), (torch.int64,), pages.lengths)
 
 
 def take_pages_(
@@ -133,7 +142,7 @@ def take_pages_(
         RuntimeError: the named backend isn't available.
     """
     op = "take_pages_"
-    check_pages(op, pages, rows)
+    _check(op, pages, rows)
     _checks.tensor(op, "cu_seqlens", cu_seqlens, (rows.shape[0] + 1,), (torch.int32,), rows)
     _checks.whole(op, "total", total)
     _checks.whole(op, "page_size", page_size, 1)
@@ -154,7 +163,7 @@ def commit_pages_(pages: Pages, rows: torch.Tensor, cu_seqlens: torch.Tensor, *,
         RuntimeError: the named backend isn't available.
     """
     op = "commit_pages_"
-    check_pages(op, pages, rows)
+    _check(op, pages, rows)
     _checks.tensor(op, "cu_seqlens", cu_seqlens, (rows.shape[0] + 1,), (torch.int32,), rows)
     _commit(pages.lengths, rows, cu_seqlens, resolve(op, backend, rows))
 
@@ -172,5 +181,5 @@ def free_pages_(pages: Pages, rows: torch.Tensor, *, backend: str | None = None)
         RuntimeError: the named backend isn't available.
     """
     op = "free_pages_"
-    check_pages(op, pages, rows)
+    _check(op, pages, rows)
     _free(*pages, rows, resolve(op, backend, rows))

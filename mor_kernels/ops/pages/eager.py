@@ -13,28 +13,20 @@ def _check_rows(op, lengths, rows):
     _checks.distinct(op, "rows", rows, "row")
 
 
-def check_state(op, lengths, owned, page_table, free_pages, free_count):
-    """As many pages as there are, each in one place."""
-    held = page_table[torch.arange(page_table.shape[1], device=owned.device) < owned[:, None]]
-    _checks.indices(op, "owned", owned, page_table.shape[1] + 1, 0)
-    _checks.indices(op, "page_table", held, free_pages.shape[0], 0)
-    _checks.indices(op, "free_count", free_count, free_pages.shape[0] + 1 - held.numel(), 0)
-    _checks.indices(op, "free_pages", free_pages[: int(free_count)], free_pages.shape[0], 0)
-
-
 def check_take(lengths, owned, page_table, free_pages, free_count, rows, cu_seqlens, total, page_size):
     _check_rows("take_pages_", lengths, rows)
     _checks.offsets("take_pages_", "cu_seqlens", cu_seqlens, total)
-    check_state("take_pages_", lengths, owned, page_table, free_pages, free_count)
+    _checks.accounts("take_pages_", "pages", lengths, owned, page_table, free_pages, free_count)
 
 
 def check_commit(lengths, rows, cu_seqlens):
     _check_rows("commit_pages_", lengths, rows)
+    _checks.offsets("commit_pages_", "cu_seqlens", cu_seqlens, int(cu_seqlens[-1]))
 
 
 def check_free(lengths, owned, page_table, free_pages, free_count, rows):
     _check_rows("free_pages_", lengths, rows)
-    check_state("free_pages_", lengths, owned, page_table, free_pages, free_count)
+    _checks.accounts("free_pages_", "pages", lengths, owned, page_table, free_pages, free_count)
 
 
 def _by_row(values, rows, count, missing):

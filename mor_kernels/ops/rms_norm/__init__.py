@@ -181,6 +181,6 @@ def _rms_norm(
     elif weight is not None:
         weight = weight.to(dtype)
     rows = as_rows(x), None if add is None else as_rows(add)
-    backend = resolve("add_rms_norm", backend, x)
+    backend = resolve(op, backend, x, registered="add_rms_norm")
     total, y = apply(_RMSNormLinear, *rows, norm_weight, weight, _checks.number(op, "eps", eps), backend)
     return total.view(x.shape), y.view(*x.shape[:-1], y.shape[-1])

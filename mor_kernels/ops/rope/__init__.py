@@ -9,8 +9,9 @@ import torch
 from .. import _checks
 from .._dispatch import apply, deferred, define, first_order, resolve
 from . import eager
-from ._layout import split
+from ._layout import join_by, split, split_by
 
+_cuda = deferred(f"{__name__}.cuda", "rope")
 INTEGERS = (*_checks.INTEGERS, torch.int16, torch.int8, torch.uint8)
 
 _rope = define(
@@ -18,21 +19,21 @@ _rope = define(
     fake=lambda q, k, *_: (q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)),
     eager=eager.rope,
     triton=deferred(f"{__name__}.triton", "rope"),
-    cuda=deferred(f"{__name__}.cuda", "rope"),
+    cuda=_cuda,
 )
 _split = define(
     "rope_split(Tensor qkv, int heads, Tensor positions, float theta, str backend) -> (Tensor, Tensor, Tensor)",
     fake=lambda qkv, heads, *_: tuple(part.new_empty(part.shape) for part in split(qkv, heads)),
-    eager=eager.rope_split,
+    eager=split_by(eager.rope),
     triton=deferred(f"{__name__}.triton", "rope_split"),
-    cuda=deferred(f"{__name__}.cuda", "rope_split"),
+    cuda=split_by(_cuda),
 )
 _join = define(
     "rope_join(Tensor q, Tensor k, Tensor v, Tensor positions, float theta, str backend) -> Tensor",
     fake=lambda q, k, *_: q.new_empty(*q.shape[:-2], q.shape[-2] + 2 * k.shape[-2], q.shape[-1]),
-    eager=eager.rope_join,
+    eager=join_by(eager.rope),
     triton=deferred(f"{__name__}.triton", "rope_join"),
-    cuda=deferred(f"{__name__}.cuda", "rope_join"),
+    cuda=join_by(_cuda),
 )
 
 
@@ -156,12 +157,11 @@ def rope_qkv(
     """
     op = "rope_qkv"
     _checks.tensor(op, "qkv", qkv, ("...", "H+2G", "d"))
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
-        _checks.fail(op, "heads", "an integer of at least 1", repr(heads))
+    _checks.whole(op, "heads", heads, 1)
     if qkv.shape[-2] < heads or (qkv.shape[-2] - heads) % 2:
         _checks.fail(op, "qkv", f"{heads} heads of queries, and as many of keys as of values", qkv.shape[-2])
     if qkv.shape[-1] % 2:
         _checks.fail(op, "qkv", "an even last dimension", qkv.shape[-1])
     _checks.tensor(op, "positions", positions, tuple(qkv.shape[:-2]), INTEGERS, qkv)
     theta = _checks.number(op, "theta", theta, positive=True)
-    return apply(_RopeQKV, qkv, heads, positions, theta, resolve("rope_split", backend, qkv))
+    return apply(_RopeQKV, qkv, heads, positions, theta, resolve(op, backend, qkv, registered="rope_split"))

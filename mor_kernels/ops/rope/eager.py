@@ -3,7 +3,6 @@ from __future__ import annotations
 import torch
 
 from .._numeric import wide
-from ._layout import split
 
 
 def rope(q, k, positions, theta, inverse):
@@ -19,12 +18,3 @@ def rope(q, k, positions, theta, inverse):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     return rotate(q), q.new_empty(0) if k is None else rotate(k)
-
-
-def rope_split(qkv, heads, positions, theta):
-    q, k, v = split(qkv, heads)
-    return *rope(q, k, positions, theta, False), v.contiguous()
-
-
-def rope_join(q, k, v, positions, theta):
-    return torch.cat((*rope(q, k, positions, theta, True), v), dim=-2)

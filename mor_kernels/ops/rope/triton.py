@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._layout import strides
 from .._triton import cos_sin, frequencies, quotient, step_of
 from ._layout import batched, split
 
@@ -89,10 +90,9 @@ def _launch(tensors, outs, apart, positions, theta, inverse):
     tiles = triton.cdiv(batch * length, tile)
     share = triton.cdiv(sum(heads), min(triton.cdiv(PROGRAMS, tiles), sum(heads)))
     shares = triton.cdiv(sum(heads), share)
-    strides = [(0, 0, 0) if t is None else t.stride()[:3] for t in tensors]
     _rope[(tiles * shares,)](
         *tensors, positions, *outs, *step_of(theta, half), -1 if inverse else 1, batch * length, length, share, shares,
-        *heads, *positions.stride(), *strides[0], *strides[1], *strides[2], *apart,
+        *heads, *positions.stride(), *(stride for t in tensors for stride in strides(t)), *apart,
         HALF=half, BITS=bits, TOKENS=tile, num_warps=4,
     )  # fmt: skip
 

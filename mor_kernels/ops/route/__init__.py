@@ -17,8 +17,8 @@ class Routed(NamedTuple):
 
     rows: torch.Tensor  #: (B, k, D), dtype of x: the kept tokens; zeros past counts
     indices: torch.Tensor  #: (B, k) int64: their absolute positions, ascending; -1 past counts
-    gates: torch.Tensor  #: (B, k) fp32: alpha * G(logit); 0 past counts
-    logits: torch.Tensor  #: (B, C) fp32, or (B, N) without candidates; 0 where there is no candidate
+    gates: torch.Tensor  #: (B, k) fp32 (fp64 for fp64 x): alpha * G(logit); 0 past counts
+    logits: torch.Tensor  #: (B, C), or (B, N) without candidates, fp32 (fp64 for fp64 x); 0 where there is no candidate
     counts: torch.Tensor  #: (B,) int32: tokens kept
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ... import _C
 from .._cuda import RESIDUALS, inverse_of, launch
-from .._layout import contiguous
-
-
-def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if tensor is None else tensor.stride()
+from .._layout import contiguous, strides
 
 
 def scatter_back(x, update, indices, gates, residual):
@@ -45,7 +39,7 @@ def scatter_back_backward(d_out, x, update, indices, gates, dtype, residual):
         inverse = None if residual == "block" else inverse_of(indices, length)
         launch(
             _C.scatter_back_backward, d_out, x, update, indices, inverse, gates, d_x, d_update, d_gates,
-            batch, length, k, *d_out.stride(), *_strides(x), *_strides(update), width, RESIDUALS[residual], d_out.dtype,
+            batch, length, k, *d_out.stride(), *strides(x), *strides(update), width, RESIDUALS[residual], d_out.dtype,
             dtype,
         )  # fmt: skip
     return d_x, d_update, d_out.new_empty(0) if d_gates is None else d_gates

@@ -17,11 +17,10 @@ index outside the sequence counts as -1.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from .._layout import contiguous
+from .._layout import contiguous, strides
 from .._triton import combine, inverse_of, place, tile
 
 # A program waits for an index before it can ask for a row, so it takes many small ones to keep the memory busy: with
@@ -182,10 +181,6 @@ def _scatter_backward(
         _zero_slots_of_none(indices, program - by_position, d_update, d_gates, length, k, D, ROWS, WIDTH)
 
 
-def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if tensor is None else tensor.stride()
-
-
 def scatter_back(x, update, indices, gates, residual):
     out = x.new_empty(x.shape)
     if out.numel():
@@ -222,12 +217,12 @@ def scatter_back_backward(d_out, x, update, indices, gates, dtype, residual):
     if residual == "block":
         if by_slot:
             _backward_of_slots[(by_slot,)](
-                d_out, update, indices, gates, d_update, d_gates, length, k, *d_out.stride(), *_strides(update),
+                d_out, update, indices, gates, d_update, d_gates, length, k, *d_out.stride(), *strides(update),
                 **constants,
             )  # fmt: skip
     elif by_slot + d_x.numel():
         _scatter_backward[(batch * triton.cdiv(length, size.rows) + by_slot,)](
             d_out, x, update, indices, inverse_of(indices, length), gates, d_x, d_update, d_gates, batch, length, k,
-            *d_out.stride(), *_strides(x), *_strides(update), RESIDUAL=residual, **constants,
+            *d_out.stride(), *strides(x), *strides(update), RESIDUAL=residual, **constants,
         )  # fmt: skip
     return d_x, d_update, d_out.new_empty(0) if d_gates is None else d_gates

@@ -76,5 +76,5 @@ def swiglu_linear(gate_up: torch.Tensor, weight: torch.Tensor, *, backend: str |
         _checks.fail(op, "gate_up", "an even last dimension", gate_up.shape[-1])
     _checks.tensor(op, "weight", weight, ("D", gate_up.shape[-1] // 2), like=gate_up)
     gate_up, weight = _checks.one_dtype(op, gate_up=gate_up, weight=weight)
-    y = apply(_SwigluLinear, as_rows(gate_up), weight, resolve("swiglu", backend, gate_up))
+    y = apply(_SwigluLinear, as_rows(gate_up), weight, resolve(op, backend, gate_up, registered="swiglu"))
     return y.view(*gate_up.shape[:-1], weight.shape[0])
