@@ -76,8 +76,9 @@ def parameters(item: pytest.Item) -> dict:
 
 
 def weight(item: pytest.Item) -> int:
-    """Shares of the time: for the Hopper kernels nearly all of it goes to Triton, seconds for each combination."""
-    return 6 if parameters(item).get("backend") == "hopper" else 1
+    """Shares of the time: for the Hopper kernels nearly all of it goes to Triton, seconds for each combination, and
+    engines come with their graphs."""
+    return 6 if parameters(item).get("backend") == "hopper" or item.path.name == "test_requests.py" else 1
 
 
 @pytest.hookimpl(trylast=True)  # what -k leaves
