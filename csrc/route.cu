@@ -39,6 +39,7 @@ struct Params {
   int score_items, copy_items, lag;
   float alpha, temperature, largest;  // largest number of the dtype in which scores are ranked, 0 to rank logits
   int activation;
+  int weight_dtype;
 };
 
 struct alignas(16) Shared {
@@ -278,18 +279,18 @@ __device__ void take_ready(const Params& p, int b) {
   }
 }
 
-// A warp scores a candidate.
+// A warp scores a candidate. Where it can't read 16 bytes at a time, W isn't used.
 template <class T, class W, bool kAligned>
 __device__ void score(const Params& p, int b, int i) {
   if (i >= p.scored) return;
   const int lane = threadIdx.x % kWarp;
   const int position = Sequence(p, b).position(i);
   const T* x = static_cast<const T*>(p.x) + b * p.x_b + position * p.x_n;
-  const W* w = static_cast<const W*>(p.weight);
   float sum = 0;
   if (position >= 0) {
     if constexpr (kAligned) {
       constexpr int kPack = kWide<T>;
+      const W* w = static_cast<const W*>(p.weight);
       const int packs = p.width / kPack;
       const unsigned long long stay = to_stay();
       for (int start = lane; start < packs; start += kUnroll * kWarp) {
@@ -310,7 +311,7 @@ __device__ void score(const Params& p, int b, int i) {
         }
       }
     } else {
-      for (int d = lane; d < p.width; d += kWarp) sum += to_float(x[d * p.x_d]) * to_float(w[d]);
+      for (int d = lane; d < p.width; d += kWarp) sum += to_float(x[d * p.x_d]) * load_any(p.weight, p.weight_dtype, d);
     }
   }
   sum = warp_sum(sum);
@@ -387,6 +388,8 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
            int batch, int length, int scored, int k, int width, int64_t x_b, int64_t x_n, int64_t x_d,
            int seqlens_dtype, int activation, double alpha, double temperature, double largest, int64_t in_flight,
            int dtype, int weight_dtype, Address stream) {
+  if (!ready && weight_dtype != dtype && weight_dtype != kF32)
+    throw std::invalid_argument("weight: expected float32 or the dtype of x");
   Params p{};
   p.x = pointer<void>(x), p.weight = pointer<void>(weight), p.ready = pointer<float>(ready);
   p.candidates = pointer<int64_t>(candidates), p.seqlens = pointer<void>(seqlens);
@@ -397,6 +400,7 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
   p.batch = batch, p.length = length, p.scored = scored, p.k = k, p.width = width;
   p.seqlens_dtype = seqlens_dtype;
   p.alpha = alpha, p.temperature = temperature, p.largest = largest, p.activation = activation;
+  p.weight_dtype = weight_dtype;
   p.score_items = ready ? 0 : ceil_div(scored, kWarps);
   p.copy_items = ceil_div(k, kWarps);
   const int keys = scored <= kKeys && !recorded ? scored * int(sizeof(unsigned)) : 0;
@@ -413,9 +417,9 @@ void route(Address x, Address weight, Address ready, Address candidates, Address
       const int64_t blocks = int64_t(batch + p.lag) * (p.score_items + 1 + p.copy_items);
       launch(kernel, blocks, kThreads, keys, true, stream, p);
     };
-    if (weight_dtype == dtype || ready) run(wide ? route_kernel<T, T, true> : route_kernel<T, T, false>);
-    else if (weight_dtype == kF32) run(wide ? route_kernel<T, float, true> : route_kernel<T, float, false>);
-    else throw std::invalid_argument("weight: expected float32 or the dtype of x");
+    if (!wide) run(route_kernel<T, T, false>);
+    else if (weight_dtype == dtype || ready) run(route_kernel<T, T, true>);
+    else run(route_kernel<T, float, true>);
   });
 }
 

@@ -1,16 +1,20 @@
-"""Runs jobs in child processes, for test_processes.py.
+"""Runs jobs in child processes, for test_processes.py: those that standard input names, by a line of JSON each with the
+arguments below and a file for what is printed; answers each with the status of its process.
 
-jobs.py train|prepare DATA SCRATCH STRIDE: kills the job at every STRIDE-th of its moments and finishes it.
-jobs.py gradients DATA SCRATCH: two processes' gradients and collectives, where one has no token at deep recursions.
-jobs.py parallel DATA SCRATCH ROUTER: trains in one process and in several, and goes on in another number of them.
-jobs.py gpus DATA SCRATCH: steps on two GPUs, which may not wait for them, and the losses of one.
-jobs.py parallel-kill DATA SCRATCH: kills one of two processes, in the middle of a checkpoint among other places.
+train|prepare DATA SCRATCH STRIDE: kills the job at every STRIDE-th of its moments and finishes it.
+gradients DATA SCRATCH: two processes' gradients and collectives, where one has no token at deep recursions.
+parallel DATA SCRATCH ROUTER: trains in one process and in several, and goes on in another number of them.
+gpus DATA SCRATCH: steps on two GPUs, which may not wait for them, and the losses of one.
+parallel-kill DATA SCRATCH: kills one of two processes, in the middle of a checkpoint among other places.
+end DATA SCRATCH: two processes leave their group and end as any Python does.
 
-A program of its own because forked children may only use autograd if their parent never did.
+A program of its own because forked children may only use autograd if their parent never did; one for all jobs because
+its imports take longer than some of them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -142,12 +146,17 @@ def kill_everywhere(kind, stride):
     print(f"killed at {len(range(0, moments, stride))} of {moments} moments, finished with the same result each time")
 
 
-def together(job, *arguments, size=2, check=True):
-    """Calls `job(*arguments)` in `size` processes of a group. If one dies, the others are ended, as torchrun does."""
+def group_of(size):
+    """What torchrun tells the processes of a group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def together(job, *arguments, size=2, check=True):
+    """Calls `job(*arguments)` in `size` processes of a group. If one dies, the others are ended, as torchrun does."""
+    environment = group_of(size)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     running = {start(job, *arguments, **rank, **environment) for rank in ranks}
     results = []
@@ -446,19 +455,58 @@ def gradients_job():
         assert loss.item() != want and abs(loss.item() / want - 1) < 2**-6
 
 
+def end():
+    """One that is held keeps gloo's threads running while the interpreter ends, which aborts some runs."""
+    import torch.distributed as dist
+
+    def train_in_parts():
+        from mor_kernels.train.parallel import Shards
+
+        model = MoR(MoRConfig(**SMALL))
+        shards = Shards(model, torch.device("cpu"), bf16=False)
+        ids = torch.arange(16).view(2, 8)
+        model(ids, ids).loss.backward()
+        shards.end()
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).full_tensor()
+        model.state_dict()["norm.weight"].full_tensor()
+
+    environment = group_of(2)
+    other = os.fork()
+    rank = str(int(not other))
+    os.environ.update(environment, RANK=rank, LOCAL_RANK=rank)
+    with loop.processes("cpu"):
+        dist.barrier()
+        if hasattr(torch.cpu.Stream, "record_event"):  # FSDP2 runs on a CPU
+            train_in_parts()
+        groups = list(dist.distributed_c10d._world.pg_map)
+    gc.collect()
+    references = [sys.getrefcount(group) for group in groups]  # the list's, the variable's and the argument
+    assert set(references) == {3}, f"{references} references"
+    assert not other or status(other) == 0
+    print("nothing is held")
+
+
+def main(kind, data_folder, scratch_folder, *rest):
+    global data, scratch
+    data, scratch = data_folder, Path(scratch_folder)
+    jobs = {"gradients": gradients, "gpus": gpus, "parallel": parallel, "parallel-kill": parallel_kill, "end": end}
+    if kind in jobs:
+        jobs[kind](*rest)
+    else:
+        kill_everywhere(kind, int(rest[0]))
+
+
 if __name__ == "__main__":
-    kind, data, scratch = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # it warns of what it can't hook into
-    if kind != "prepare":
-        torch.optim.AdamW([torch.zeros(1)])  # imports a thousand modules, once for all children
-    if kind == "gradients":
-        gradients()
-    elif kind == "gpus":
-        gpus()
-    elif kind == "parallel":
-        parallel(sys.argv[4])
-    elif kind == "parallel-kill":
-        parallel_kill()
-    else:
-        kill_everywhere(kind, int(sys.argv[4]))
+    torch.optim.AdamW([torch.zeros(1)])  # imports a thousand modules, once for all children
+    for line in sys.stdin:
+        arguments, printed = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(300)
+            file = os.open(printed, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1), os.dup2(file, 2)
+            main(*arguments)
+            break
+        print(status(pid), flush=True)
