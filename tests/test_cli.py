@@ -94,7 +94,7 @@ def test_generate(run, capsys):
     )
 
 
-def test_generate_from_a_checkpoint_of_an_unfinished_run(run, tmp_path, capsys):
+def test_generate_from_a_checkpoint_of_an_unfinished_run(run, tmp_path):
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
     assert main(["generate", str(tmp_path / "run"), "--max-tokens", "2"]) == 0
 

@@ -5,7 +5,13 @@ from copy import deepcopy
 import pytest
 import tokenizers
 import torch
-from models import (
+
+from mor_kernels import graphs, ops
+from mor_kernels.decode import Engine, QueueFull, SamplingParams
+from mor_kernels.decode.program import TICKS
+from mor_kernels.model.convert import separate
+from mor_kernels.ops import _dispatch
+from tests.decode.models import (
     VOCABULARY,
     Letters,
     assert_equals_reference,
@@ -14,12 +20,6 @@ from models import (
     random_prompts,
     tiny,
 )
-
-from mor_kernels import graphs, ops
-from mor_kernels.decode import Engine, QueueFull, SamplingParams
-from mor_kernels.decode.program import TICKS
-from mor_kernels.model.convert import separate
-from mor_kernels.ops import _dispatch
 from tests.strategies import prefer, targets
 
 EXPERT, TOKEN = {"router": "expert_choice"}, {"router": "token_choice"}

@@ -331,53 +331,6 @@ def test_message(call, message):
         call()
 
 
-def test_in_place_append_refuses_gradients():
-    with pytest.raises(RuntimeError, match="kv_append_: expected no argument that needs a gradient"):
-        ops.kv_append_(NEW.clone().requires_grad_(), NEW, CACHE, CACHE, torch.tensor([0, 1]))
-
-
-def test_paged_attention_refuses_gradients():
-    with pytest.raises(RuntimeError, match="paged_attention: expected no argument that needs a gradient"):
-        attend(q=Q[0, :1].clone().requires_grad_())
-
-
-@pytest.mark.parametrize("argument", range(3))
-def test_in_place_scatter_refuses_gradients(argument):
-    tensors = [X.clone(), torch.ones(2, 3, 4), torch.ones(2, 3)]
-    tensors[argument].requires_grad_()
-    with pytest.raises(RuntimeError, match="scatter_back_: expected no argument that needs a gradient"):
-        ops.scatter_back_(*tensors[:2], I2, tensors[2])
-    with torch.no_grad():
-        ops.scatter_back_(*tensors[:2], I2, tensors[2])
-
-
-@pytest.mark.parametrize("argument", ["x", "update", "logits", "weight", "aux_weight"])
-def test_depth_step_refuses_gradients(argument):
-    changed = {argument: FLIGHT.get(argument, FLIGHT["weight"]).clone().requires_grad_()}
-    with pytest.raises(RuntimeError, match="depth_step_: expected no argument that needs a gradient"):
-        step(**changed)
-    with torch.no_grad():
-        assert step(**changed).all()
-
-
-@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "residual", "next_norm_weight"])
-def test_decode_linear_refuses_gradients(argument):
-    tensors = {"x": X[0], "weight": X[1, :2], "norm_weight": W, "residual": X[0, :, :2],
-               "next_norm_weight": W[:2]}  # fmt: skip
-    tensors[argument] = tensors[argument].clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="decode_linear: expected no argument that needs a gradient"):
-        linear(**tensors)
-    with torch.no_grad():
-        assert linear(**tensors)[0].shape == (5, 2)
-
-
-@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "k_cache", "v_cache"])
-def test_decode_qkv_refuses_gradients(argument):
-    tensors = {"x": X[0, :2], "weight": torch.ones(28, 4), "norm_weight": W, "k_cache": CACHE, "v_cache": CACHE}
-    with pytest.raises(RuntimeError, match="decode_qkv_: expected no argument that needs a gradient"):
-        to_heads(**(tensors | {argument: tensors[argument].clone().requires_grad_()}))
-
-
 @pytest.mark.parametrize("argument", range(3))
 def test_float64_is_left_to_eager(argument):
     pytest.importorskip("triton")

@@ -28,7 +28,7 @@ from mor_kernels.train import Tokens, TrainConfig, prepare
 from mor_kernels.train.data import Loader
 from tests.decode.models import random_prompts, tiny
 from tests.ops import jobs
-from tests.ops.test_citizenship import CASES, every_case, floating
+from tests.ops.calls import CASES, every_case, floating
 from tests.strategies import DEVICES, cu_seqlens, normal
 from tests.train.tiny import EXPERT, SMALL, TOKEN
 
