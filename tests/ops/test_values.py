@@ -46,7 +46,7 @@ WRONG = [
     ("kv_lookup", "cu_seqlens", [0, 8, 5], "0 first, then ascending to at most 9, got"),
     ("kv_lookup", "cu_seqlens", [0, 9, 9], "pages for 9 tokens a row, got room for 8", "page_table"),
     ("kv_lookup", "page_table", [[2, 4], [1, 3]], r"pages in 0..3 for the tokens there are, got 4"),
-    ("paged_decode", "page_table", [[2, 4], [1, 3]], r"pages in 0..3 for the tokens there are, got 4"),
+    ("paged_decode", "page_table", [[2, -1], [1, 3]], r"pages in 0..3 for the tokens there are, got -1"),
     ("paged_decode", "k_lens", [5, 9], r"0 to the 8 tokens that the page table has room for, got \[5, 9\]"),
     ("paged_prefill", "rows", [2, 0, -1], "values of at least -1 and at most 1, got 2"),
     ("paged_prefill", "cu_seqlens_q", [0, 2, 2, 7], "0 first, then ascending to at most 6, got"),
