@@ -213,20 +213,6 @@ def test_every_option_of_generate_reaches_its_place(run, monkeypatch, capsys):
     assert main(["generate", str(last), "--max-tokens", "2"]) == 0
 
 
-def test_colors(monkeypatch):
-    from mor_kernels import show
-
-    class Terminal:
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert show.use_color("auto", Terminal()) and show.use_color("always") and not show.use_color("never", Terminal())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not show.use_color("auto", Terminal())
-    assert len({show.ansi("x", depth, 4) for depth in range(5)}) == 5
-
-
 def test_two_processes_prepare_once(run, text, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     root = Path(__file__).parents[1]

@@ -189,6 +189,16 @@ def test_who_goes_on(device, backend):
         assert torch.equal(tensors[0].nan_to_num(), x.nan_to_num())
 
 
+@s.targets("depth_step_")
+def test_a_score_that_is_no_number_goes_no_further_whatever_the_auxiliary_router_says(device, backend):
+    x, nan = torch.ones(3, 2, device=device), torch.full((2, 2), torch.nan, device=device)
+    recursions, replayed = torch.tensor([0, 0, 1], device=device), torch.tensor([False, True, True], device=device)
+    options = {"replayed": replayed, "aux_weight": torch.ones_like(nan), "backend": backend}
+    logits = torch.zeros(3, device=device)
+    assert ops.depth_step_(x, x.clone(), logits, recursions, nan, **options).tolist() == [False, True, False]
+    assert logits.isnan().tolist() == [True, True, False]
+
+
 @s.kernels("depth_step_")
 def test_kernels_take_a_recursion_without_a_router_for_padding(device, backend):
     x, weight = s.normal((5, 4), 0, torch.float32).to(device), s.normal((2, 4), 1, torch.float32).to(device)

@@ -60,11 +60,12 @@ def plain_filter(logits, temperature, top_k, top_p, min_p):
     if top_p < 1:
         probs = softmax(scores)
         removed, mass = set(), 0.0
-        for i in sorted(range(len(scores)), key=lambda i: (probs[i], -i)):
+        ascending = sorted(range(len(scores)), key=lambda i: (logits[i], -i))  # probabilities may be rounded to ties
+        for i in ascending:
             mass += probs[i]
             if mass <= 1 - top_p:
                 removed.add(i)
-        removed.discard(max(range(len(scores)), key=lambda i: (probs[i], -i)))
+        removed.discard(ascending[-1])
         scores = [-math.inf if i in removed else x for i, x in enumerate(scores)]
     if min_p:
         probs = softmax(scores)
@@ -105,6 +106,13 @@ def test_top_p_keeps_the_token_that_crosses_and_the_first_always():
     assert (filtered(logits, *lanes(1, top_p=0.6)[:4])[0] > 0).tolist() == [[True, True, False]]
     assert (filtered(logits, *lanes(1, top_p=1e-9)[:4])[0] > 0).tolist() == [[True, False, False]]
     assert (filtered(logits, *lanes(1, top_p=1.0)[:4])[0] > 0).tolist() == [[True, True, True]]
+    tied = torch.zeros(1, 4)  # two of four are half of the mass
+    assert (filtered(tied, *lanes(1, top_p=0.5)[:4])[0] > 0).tolist() == [[True, True, False, False]]
+
+
+def test_min_p_of_1_keeps_ties_with_the_likeliest():
+    weights, tokens = filtered(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), *lanes(1, min_p=1.0)[:4])
+    assert tokens[weights > 0].tolist() == [1, 3]
 
 
 def test_top_k_keeps_ties_with_the_kth():
@@ -196,7 +204,8 @@ def plain_choices(logits, temperature, top_k, top_p, min_p, seed, position):
     return found
 
 
-@given(n=st.integers(1, 3), vocabulary=st.sampled_from([1, 2, 7, 40]), seed=s.seeds, kind=st.sampled_from(KINDS))
+@s.examples(60)
+@given(n=st.integers(1, 4), vocabulary=st.sampled_from([1, 2, 7, 20]), seed=s.seeds, kind=st.sampled_from(KINDS))
 def test_eager_equals_the_plain_formulas(n, vocabulary, seed, kind):
     logits, settings = some_logits(kind, (n, vocabulary), seed, torch.float64), some_settings(n, vocabulary, seed, 50)
     got = ops.sample(logits, *settings, backend="eager")
