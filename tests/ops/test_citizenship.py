@@ -1,4 +1,4 @@
-"""What every op owes PyTorch: registration, gradients, compilation, autocast, determinism, graphs."""
+"""What every op owes PyTorch: registration, gradients, derivatives that it refuses, compilation, autocast, graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.autograd.forward_ad
 import torch.utils.checkpoint
 
 from mor_kernels import ops
@@ -29,6 +30,73 @@ def test_activation_checkpointing(name):
     again = functools.partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
     for want, got in zip(results(function, inputs, others), results(again, inputs, others), strict=True):
         assert torch.equal(want, got)
+
+
+LINEAR = ("gather", "scatter_none", "kv_append", "kv_lookup", "kv_append_turned", "rope", "rope_qkv", "rope_pair")
+REFUSED = "expected (neither a transform of torch.func nor forward-mode|no argument that needs a gradient)"
+
+
+@every_case
+def test_second_derivatives_are_right_or_refused(name):
+    """Gradients of gradients that came in need none, too, and for named inputs: there PyTorch's once_differentiable
+    would leave out the op's share."""
+    function, inputs, others = make(name)
+    if not inputs:
+        return
+    weights = [normal(t.shape, 9 + i) for i, t in enumerate(floating(function(*inputs, *others)))]
+    gradients = torch.autograd.grad(floating(function(*inputs, *others)), inputs, weights, create_graph=True)
+    penalty = sum(t.square().sum() for t in (*gradients, *inputs))
+    if any(t.requires_grad for t in gradients):
+        with pytest.raises(RuntimeError, match="there are no second derivatives") as raised:
+            torch.autograd.grad(penalty, inputs)
+        assert all(op in ops.__all__ for op in str(raised.value).partition(":")[0].split(" and "))
+    else:  # the gradients depend on nothing but what came in
+        assert name in LINEAR
+        for second, t in zip(torch.autograd.grad(penalty, inputs), inputs, strict=True):
+            assert torch.equal(second, 2 * t)
+    weights = [t.requires_grad_() for t in weights]
+    gradients = torch.autograd.grad(floating(function(*inputs, *others)), inputs, weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="there are no second derivatives"):
+        torch.autograd.grad(sum(t.square().sum() for t in gradients), weights)
+
+
+@every_case
+def test_transforms_are_refused(name):
+    """Some would be 0 without a word, others name no op of ours."""
+    function, inputs, others = make(name, dtype=torch.float32)
+    tensors = [t.detach() for t in (*inputs, *others)]
+    floats = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+    refused = pytest.raises(RuntimeError, match=rf"^\w+: {REFUSED}")
+
+    def of_floats(*given):
+        given = iter(given)
+        outputs = function(*(next(given) if t.is_floating_point() else t for t in tensors))
+        return sum(t.sum() for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    given = [tensors[i] for i in floats]
+    with refused:
+        torch.func.vmap(function)(*(torch.stack([t, t]) for t in tensors))
+    if given:
+        with refused:
+            torch.func.jvp(of_floats, tuple(given), tuple(map(torch.ones_like, given)))
+        with refused:
+            torch.func.grad(of_floats)(*given)
+        with torch.autograd.forward_ad.dual_level(), refused:
+            of_floats(*(torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in given))
+
+
+@pytest.mark.parametrize("name", ["decode_residual", "rope", "route"])
+def test_transforms_are_refused_in_a_compiled_function(name):
+    function, inputs, others = make(name, dtype=torch.float32)
+    x, *rest = (t.detach() for t in (*inputs, *others))
+
+    def total(x):
+        outputs = function(x, *rest)
+        return (outputs if isinstance(outputs, tuple) else (outputs,))[0].sum()
+
+    for transform in (lambda x: torch.func.jvp(total, (x,), (x,)), torch.func.grad(total)):
+        with pytest.raises(Exception, match=REFUSED):
+            torch.compile(transform, backend="aot_eager")(x)
 
 
 @every_case

@@ -166,6 +166,7 @@ def test_sequences_of_many_keys(device, backend, logits, length):
 @pytest.mark.parametrize("logits", KINDS)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, ready, monkeypatch):
     """The same choice where a sequence is more than what one program of a kernel selects among, whichever of its bits
     tell the logits apart."""
