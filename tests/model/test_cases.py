@@ -252,8 +252,8 @@ def test_compiles_whole_and_routes_anew_without_recompiling(fields, kv):
 
 def test_loss_free_balancing_raises_what_is_chosen_too_little():
     model = MoR(MoRConfig(**TINY, **TOKEN, balance="loss_free", bias_update_rate=0.5))
-    model.update_router_bias(torch.tensor([[1, 1, 1, 2, 0, 0]]))
-    assert model.router_bias.tolist() == [-0.5, 0.5, 0.5]  # counts 3, 1, 0 around their mean 4/3
+    model.update_router_bias(torch.tensor([[1, 2, 2, 3, 3, 3, 0]]))
+    assert model.router_bias.tolist() == [0.5, 0.0, -0.5]  # counts 1, 2, 3 around their mean
     model.router_bias[0] = 0.1234567
     assert torch.equal(model.router_bias, copy.deepcopy(model).to(torch.bfloat16).router_bias)  # stays in fp32
 
@@ -300,6 +300,9 @@ def test_metrics():
     # recursion 2 keeps 6 of 9 and 4 of 4 candidates, recursion 3 keeps 3 of 6 and 3 of 4; all are predicted to stop
     assert metrics["sampling_accuracy"].item() == pytest.approx((3 / 13 + 4 / 10) / 2)
     assert metrics["dead_token_ratio"].item() == pytest.approx(6 / 9)
+    shorter = torch.arange(9) < torch.tensor([[8], [4]])  # at the last position there is no token
+    metrics = model(tokens(2), attention_mask=shorter, mode="topk").metrics
+    assert metrics["dead_token_ratio"].item() == pytest.approx(5 / 8)
 
     model, _, _ = pair({**TOKEN, "router_activation": "sigmoid"})
     out = model(tokens(2), attention_mask=mask)
@@ -324,6 +327,14 @@ def test_router_logits_that_are_no_numbers(kv, recursion, mode, aux):
     assert got.logits.isfinite().all() and torch.equal(got.depths, want.depths)
     assert got.depths.eq(1).all() == (recursion == 1)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-10)
+
+
+def test_any_positive_logit_goes_on():
+    model = MoR(MoRConfig(**TINY, **EXPERT))
+    with torch.no_grad():
+        model.routers[1].weight.fill_(1.0)
+        states = torch.tensor([[1e-30], [0.0], [-1e-30]]).expand(-1, TINY["hidden_size"])
+        assert model.goes_on(1, states).tolist() == [True, False, False]
 
 
 def test_a_term_with_coefficient_zero_is_left_out():
