@@ -23,7 +23,16 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 def targets(op: str, *specialists: str):
     """Parametrize a test over every (device, backend) of this machine that serves ``op``; with ``specialists``, if the
     test draws what they take."""
-    found = [(d, b) for d in DEVICES for b in (*BACKENDS, *specialists) if unavailable(b, op, d) is None]
+    return _parametrized(op, (*BACKENDS, *specialists))
+
+
+def kernels(op: str, *backends: str):
+    """The same, of the backends that have kernels, or of ``backends`` alone."""
+    return _parametrized(op, backends or BACKENDS[1:])
+
+
+def _parametrized(op, backends):
+    found = [(d, b) for d in DEVICES for b in backends if unavailable(b, op, d) is None]
     return pytest.mark.parametrize(("device", "backend"), found, ids=lambda name: name)
 
 

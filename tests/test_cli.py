@@ -94,7 +94,7 @@ def test_generate(run, capsys):
     )
 
 
-def test_generate_from_a_checkpoint_of_an_unfinished_run(run, tmp_path, capsys):
+def test_generate_from_a_checkpoint_of_an_unfinished_run(run, tmp_path):
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
     assert main(["generate", str(tmp_path / "run"), "--max-tokens", "2"]) == 0
 
@@ -211,20 +211,6 @@ def test_every_option_of_generate_reaches_its_place(run, monkeypatch, capsys):
     assert main(["generate", str(run), "--prompt", "x " * 90]) == 1 and capsys.readouterr().out == ""
     (last,) = (run / "checkpoints").glob("step-*3")
     assert main(["generate", str(last), "--max-tokens", "2"]) == 0
-
-
-def test_colors(monkeypatch):
-    from mor_kernels import show
-
-    class Terminal:
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert show.use_color("auto", Terminal()) and show.use_color("always") and not show.use_color("never", Terminal())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not show.use_color("auto", Terminal())
-    assert len({show.ansi("x", depth, 4) for depth in range(5)}) == 5
 
 
 def test_two_processes_prepare_once(run, text, tmp_path):

@@ -196,7 +196,7 @@ def test_log_probabilities_and_echo(served, parts):
     assert served.client.completions.create(**{**more, "logprobs": None, "prompt": ids}).choices[0].text == choice.text
 
 
-def test_the_end_of_a_text_ends_a_completion(parts, served):
+def test_the_end_of_a_text_ends_a_completion(parts):
     (free,) = parts.alone.generate(["The"], SamplingParams(max_tokens=9, ignore_eos=True))
     at = next(i for i in range(2, 9) if free.tokens[i] not in free.tokens[:i])
     engine = Engine(parts.model, max_sequences=1, **{**parts.options, "eos_token_id": free.tokens[at]})

@@ -1,4 +1,4 @@
-"""Pictures: the page in a browser, and the numbers behind the charts."""
+"""Pictures: the page in a browser, the numbers behind the charts, and colours in a terminal."""
 
 from __future__ import annotations
 
@@ -155,6 +155,18 @@ def test_charts_show_the_numbers(monkeypatch):
         assert heights == pytest.approx(counts)  # areas of equal bins are numbers of tokens
     assert len(first.lines) == 0 and [line.get_xdata()[0] for line in second.lines] == [0.0]
     assert "2 kept, 1 dropped" in second.get_title()
+
+
+def test_colors(monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert show.use_color("auto", Terminal()) and show.use_color("always") and not show.use_color("never", Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not show.use_color("auto", Terminal())
+    assert len({show.ansi("x", depth, 4) for depth in range(5)}) == 5
 
 
 @pytest.fixture(scope="module")

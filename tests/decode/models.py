@@ -8,6 +8,13 @@ from mor_kernels.model.convert import separate
 from reference.model import ReferenceMoR
 
 VOCABULARY = 50
+KINDS = [  # of routers and of keys and values
+    {"router": "expert_choice"},
+    {"router": "expert_choice", "aux": "router", "kv": "shared"},
+    {"router": "token_choice", "kv": "hybrid", "hybrid_base": "latest"},
+    {"router": "none", "kv": "shared"},
+    {"router": "none", "num_recursions": 1},
+]
 
 
 def tiny(seed=0, **fields):

@@ -18,11 +18,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from models import VOCABULARY, Letters, assert_nothing_held, poisoned, random_prompts, tiny
-from test_soak import STRATEGIES
 
 from mor_kernels.decode import QueueFull, SamplingParams
 from mor_kernels.decode.program import TICKS
+from tests.decode.models import KINDS, VOCABULARY, Letters, assert_nothing_held, poisoned, random_prompts, tiny
 from tests.strategies import DEVICES, run_machine
 
 EOS, LIMIT, PAGE = 3, 11, 3
@@ -37,7 +36,7 @@ SAMPLED = [
 
 @functools.cache
 def model_of(number, dtype):
-    fields = {"num_recursions": 3, **STRATEGIES[number]}
+    fields = {"num_recursions": 3, **KINDS[number]}
     layers = fields["num_recursions"] + 2
     return tiny(3, **fields, num_hidden_layers=layers, max_position_embeddings=LIMIT)[0].to(DEVICES[-1], dtype)
 
@@ -90,14 +89,14 @@ class Requests(RuleBasedStateMachine):
         self.given, self.count, self.streams = {}, 0, []
 
     @initialize(
-        number=st.integers(0, len(STRATEGIES) - 1), half=st.booleans(), sequences=st.sampled_from([3, 1]),
+        number=st.integers(0, len(KINDS) - 1), half=st.booleans(), sequences=st.sampled_from([3, 1]),
         chunk=st.sampled_from([1, 3, 32]), few=st.sampled_from([True, True, False]),
         ticks=st.sampled_from([1, TICKS]), texts=st.booleans(),
     )  # fmt: skip
     def new(self, number, half, sequences, chunk, few, ticks, texts):
         dtype = torch.float64 if DEVICES[-1] == "cpu" else torch.bfloat16 if half else torch.float32
         self.alone = functools.partial(alone, number, dtype, sequences)
-        rows = 1 if STRATEGIES[number].get("kv") == "shared" else STRATEGIES[number].get("num_recursions", 3)
+        rows = 1 if KINDS[number].get("kv") == "shared" else KINDS[number].get("num_recursions", 3)
         pages = -(-LIMIT // PAGE) * rows + 1 if few else None
         options = {"max_sequences": sequences, "num_pages": pages, "prefill_chunk": chunk, "max_waiting": 3}
         self.engine = new_engine(number, dtype, tokenizer=Letters() if texts else None, **options)

@@ -14,7 +14,10 @@ def test_log_probabilities_are_of_the_raw_logits():
     torch.testing.assert_close(value, want[range(3), chosen], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(top, want.sort(-1, descending=True).values[:, :5], rtol=1e-12, atol=1e-12)
     assert torch.equal(want.gather(1, ids), want.sort(-1, descending=True).values[:, :5])
-    assert log_probabilities(logits.bfloat16(), chosen, 0)[0].dtype == torch.float32
+    half = logits.bfloat16()  # of which logarithms are taken in fp32
+    value = log_probabilities(half, chosen, 0)[0]
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), half.double().log_softmax(-1)[range(3), chosen], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,14 @@ import random
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from models import VOCABULARY, tiny  # noqa: E402
+import pytest
+import torch
 
-from mor_kernels.decode import Engine, QueueFull, SamplingParams  # noqa: E402
-from mor_kernels.decode.program import TICKS  # noqa: E402
-
-STRATEGIES = [
-    {"router": "expert_choice"},
-    {"router": "expert_choice", "aux": "router", "kv": "shared"},
-    {"router": "token_choice", "kv": "hybrid", "hybrid_base": "latest"},
-    {"router": "none", "kv": "shared"},
-    {"router": "none", "num_recursions": 1},
-]
+from mor_kernels.decode import Engine, QueueFull, SamplingParams
+from mor_kernels.decode.program import TICKS
+from tests.decode.models import KINDS, VOCABULARY, tiny
 
 
 def drawn(rng: random.Random) -> tuple[list[int], SamplingParams]:
@@ -99,7 +91,7 @@ def soak(model, requests: int, seed: int = 0, compared: int = 20) -> dict:
     return metrics
 
 
-@pytest.mark.parametrize("fields", STRATEGIES, ids=lambda fields: "-".join(str(v) for v in fields.values()))
+@pytest.mark.parametrize("fields", KINDS, ids=lambda fields: "-".join(str(v) for v in fields.values()))
 def test_random_load(fields):
     """On a GPU with graphs, and in bf16 as well; memory doesn't grow from one load to the next."""
     cuda, (model, _) = torch.cuda.is_available(), tiny(3, **fields)
@@ -124,8 +116,8 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     count, cuda = int((sys.argv[1:] or ["20000"])[0]), torch.cuda.is_available()
     dtypes = (torch.float32, torch.bfloat16) if cuda else (torch.float64,)
-    for fields, dtype in itertools.product(STRATEGIES, dtypes):
+    for fields, dtype in itertools.product(KINDS, dtypes):
         model = tiny(3, **fields)[0].to("cuda" if cuda else "cpu", dtype)
         start = time.perf_counter()
-        found = soak(model, count // len(STRATEGIES) // len(dtypes), seed=7, compared=100)
+        found = soak(model, count // len(KINDS) // len(dtypes), seed=7, compared=100)
         print(f"{fields}, {dtype}: {time.perf_counter() - start:.0f} s, {found}", flush=True)

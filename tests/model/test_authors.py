@@ -314,7 +314,7 @@ def test_a_checkpoint_computes_the_same(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", ["expert-additive", "expert-update_cache", "token-softmax-alpha", "token-additive"])
-def test_what_was_loaded_decodes(tmp_path, case):
+def test_what_was_loaded_decodes(case):
     """Tokens at different recursions in one launch, with norms of their own and without gates."""
     theirs = Theirs(CASES[case])
     model = MoR.from_authors(theirs.state, authors_config(CASES[case], theirs.llama)).eval()

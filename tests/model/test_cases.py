@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 
 import pytest
 import torch
 
 from mor_kernels.model import MoR, MoRConfig
-from mor_kernels.model.convert import separate
 from reference.model import ReferenceMoR, random_state
 from tests.model.test_model import EXPERT, KV, TINY, TOKEN, pair
 
@@ -256,8 +254,8 @@ def test_compiles_whole_and_routes_anew_without_recompiling(fields, kv):
 
 def test_loss_free_balancing_raises_what_is_chosen_too_little():
     model = MoR(MoRConfig(**TINY, **TOKEN, balance="loss_free", bias_update_rate=0.5))
-    model.update_router_bias(torch.tensor([[1, 1, 1, 2, 0, 0]]))
-    assert model.router_bias.tolist() == [-0.5, 0.5, 0.5]  # counts 3, 1, 0 around their mean 4/3
+    model.update_router_bias(torch.tensor([[1, 2, 2, 3, 3, 3, 0]]))
+    assert model.router_bias.tolist() == [0.5, 0.0, -0.5]  # counts 1, 2, 3 around their mean
     model.router_bias[0] = 0.1234567
     assert torch.equal(model.router_bias, copy.deepcopy(model).to(torch.bfloat16).router_bias)  # stays in fp32
 
@@ -294,78 +292,6 @@ def test_saving_and_loading(tmp_path):
         MoR.from_pretrained(tmp_path)
 
 
-def state_of(model):
-    return separate(model.state_dict(), model.config)
-
-
-def dense_checkpoint(folder, layers=8):
-    """A dense model as a Hugging Face folder, names and all."""
-    dense = MoR(MoRConfig(**TINY, num_hidden_layers=layers))
-    from safetensors.torch import save_file
-
-    save_file({f"model.{n}": t.contiguous() for n, t in state_of(dense).items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return dense
-
-
-@pytest.mark.parametrize("init", ["stepwise", "average", "lower", "upper"])
-def test_from_dense_with_one_recursion_is_the_dense_model(tmp_path, init):
-    dense = dense_checkpoint(tmp_path)
-    model = MoR.from_dense(tmp_path, dense.config, init)
-    assert torch.equal(model(tokens()).logits, dense(tokens()).logits)
-
-
-@pytest.mark.parametrize(
-    ("sharing", "layers", "init", "sources"),
-    [
-        ("middle_cycle", 8, "stepwise", [[0], [1], [6], [7]]),
-        ("middle_cycle", 8, "average", [[0], [1, 3, 5], [2, 4, 6], [7]]),
-        ("middle_cycle", 8, "lower", [[0], [1], [2], [7]]),
-        ("middle_cycle", 8, "upper", [[0], [5], [6], [7]]),
-        ("middle_sequence", 8, "average", [[0], [1, 2, 3], [4, 5, 6], [7]]),
-        ("cycle", 9, "stepwise", [[0], [4], [8]]),
-        ("sequence", 9, "average", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
-    ],
-)
-def test_from_dense(sharing, layers, init, sources):
-    dense = MoR(MoRConfig(**TINY, num_hidden_layers=layers))
-    config = MoRConfig(**TINY, **{**TOKEN, "num_hidden_layers": layers, "sharing": sharing})
-    model = MoR.from_dense(state_of(dense), config, init)
-    for layer, origin in enumerate(sources):
-        for name, value in model.layers[layer].state_dict().items():
-            want = torch.stack([dense.layers[i].state_dict()[name] for i in origin]).mean(0)
-            assert torch.equal(value, want)
-    assert torch.equal(model.embed_tokens.weight, dense.embed_tokens.weight)
-
-
-def test_from_dense_random_keeps_ends_only():
-    dense = MoR(MoRConfig(**TINY, num_hidden_layers=8))
-    model = MoR.from_dense(state_of(dense), MoRConfig(**TINY, **TOKEN), "random")
-    pairs = zip(model.layers, dense.layers)
-    same = [torch.equal(a.mlp.gate_up_proj.weight, b.mlp.gate_up_proj.weight) for a, b in pairs]
-    assert same == [True, False, False, False]
-    assert torch.equal(model.layers[-1].mlp.gate_up_proj.weight, dense.layers[-1].mlp.gate_up_proj.weight)
-
-
-def test_from_dense_errors(tmp_path):
-    config = MoRConfig(**TINY, **TOKEN)
-    with pytest.raises(FileNotFoundError, match=r"expected a folder with \*.safetensors files"):
-        MoR.from_dense(tmp_path, config)
-    dense = state_of(MoR(MoRConfig(**TINY, num_hidden_layers=5)))
-    with pytest.raises(ValueError, match="dense: expected num_hidden_layers = 8 layers, got 5"):
-        MoR.from_dense(dense, config)
-    with pytest.raises(ValueError, match="init: expected one of stepwise, average"):
-        MoR.from_dense(dense, config, "best")
-    dense = state_of(MoR(MoRConfig(**TINY, num_hidden_layers=8, tie_word_embeddings=False)))
-    with pytest.raises(ValueError, match="dense: expected a head tied to the embedding"):
-        MoR.from_dense(dense, config)
-    untied = MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))
-    assert torch.equal(untied.lm_head.weight, dense["lm_head.weight"])
-    dense["layers.0.self_attn.q_proj.bias"] = torch.zeros(24)
-    with pytest.raises(ValueError, match="without biases, got also layers.0.self_attn.q_proj.bias"):
-        MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))
-
-
 def test_metrics():
     model, _, _ = pair(EXPERT)
     with torch.no_grad():
@@ -376,6 +302,9 @@ def test_metrics():
     # recursion 2 keeps 6 of 9 and 4 of 4 candidates, recursion 3 keeps 3 of 6 and 3 of 4; all are predicted to stop
     assert metrics["sampling_accuracy"].item() == pytest.approx((3 / 13 + 4 / 10) / 2)
     assert metrics["dead_token_ratio"].item() == pytest.approx(6 / 9)
+    shorter = torch.arange(9) < torch.tensor([[8], [4]])  # at the last position there is no token
+    metrics = model(tokens(2), attention_mask=shorter, mode="topk").metrics
+    assert metrics["dead_token_ratio"].item() == pytest.approx(5 / 8)
 
     model, _, _ = pair({**TOKEN, "router_activation": "sigmoid"})
     out = model(tokens(2), attention_mask=mask)
@@ -400,6 +329,14 @@ def test_router_logits_that_are_no_numbers(kv, recursion, mode, aux):
     assert got.logits.isfinite().all() and torch.equal(got.depths, want.depths)
     assert got.depths.eq(1).all() == (recursion == 1)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-10)
+
+
+def test_any_positive_logit_goes_on():
+    model = MoR(MoRConfig(**TINY, **EXPERT))
+    with torch.no_grad():
+        model.routers[1].weight.fill_(1.0)
+        states = torch.tensor([[1e-30], [0.0], [-1e-30]]).expand(-1, TINY["hidden_size"])
+        assert model.goes_on(1, states).tolist() == [True, False, False]
 
 
 def test_a_term_with_coefficient_zero_is_left_out():

@@ -12,6 +12,7 @@ from mor_kernels.__main__ import main
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.convert import dense_config, separate
 from reference.model import ReferenceMoR, random_state
+from tests.model.test_model import TINY, TOKEN
 
 LLAMA = {"model_type": "llama", "vocab_size": 23, "hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 6,
          "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5e4, "rms_norm_eps": 1e-4,
@@ -141,6 +142,53 @@ def test_two_recursions_are_the_reference_with_the_layers_of_each_init(tmp_path,
     ids = torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0))
     want = ReferenceMoR(config.to_dict(), dense).forward(ids).logits
     torch.testing.assert_close(model(ids).logits.double(), want, rtol=0, atol=1e-4)  # fp32 over 6 layers
+
+
+@pytest.mark.parametrize(
+    ("sharing", "layers", "init", "sources"),
+    [
+        ("middle_cycle", 8, "stepwise", [[0], [1], [6], [7]]),
+        ("middle_cycle", 8, "average", [[0], [1, 3, 5], [2, 4, 6], [7]]),
+        ("middle_cycle", 8, "lower", [[0], [1], [2], [7]]),
+        ("middle_cycle", 8, "upper", [[0], [5], [6], [7]]),
+        ("middle_sequence", 8, "average", [[0], [1, 2, 3], [4, 5, 6], [7]]),
+        ("cycle", 9, "stepwise", [[0], [4], [8]]),
+        ("sequence", 9, "average", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+    ],
+)
+def test_a_layer_of_three_recursions_is_the_mean_of_its_sources(sharing, layers, init, sources):
+    """To the bit."""
+    dense = MoR(MoRConfig(**TINY, num_hidden_layers=layers))
+    config = MoRConfig(**TINY, **{**TOKEN, "num_hidden_layers": layers, "sharing": sharing})
+    model = MoR.from_dense(separate(dense.state_dict(), dense.config), config, init)
+    for layer, origin in enumerate(sources):
+        for name, value in model.layers[layer].state_dict().items():
+            want = torch.stack([dense.layers[i].state_dict()[name] for i in origin]).mean(0)
+            assert torch.equal(value, want)
+    assert torch.equal(model.embed_tokens.weight, dense.embed_tokens.weight)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    def state_of(**fields):
+        dense = MoR(MoRConfig(**TINY, **fields))
+        return separate(dense.state_dict(), dense.config)
+
+    config = MoRConfig(**TINY, **TOKEN)
+    with pytest.raises(FileNotFoundError, match=r"expected a folder with \*.safetensors files"):
+        MoR.from_dense(tmp_path, config)
+    dense = state_of(num_hidden_layers=5)
+    with pytest.raises(ValueError, match="dense: expected num_hidden_layers = 8 layers, got 5"):
+        MoR.from_dense(dense, config)
+    with pytest.raises(ValueError, match="init: expected one of stepwise, average"):
+        MoR.from_dense(dense, config, "best")
+    dense = state_of(num_hidden_layers=8, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="dense: expected a head tied to the embedding"):
+        MoR.from_dense(dense, config)
+    untied = MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))
+    assert torch.equal(untied.lm_head.weight, dense["lm_head.weight"])
+    dense["layers.0.self_attn.q_proj.bias"] = torch.zeros(24)
+    with pytest.raises(ValueError, match="without biases, got also layers.0.self_attn.q_proj.bias"):
+        MoR.from_dense(dense, MoRConfig(**TINY, **TOKEN, tie_word_embeddings=False))
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)

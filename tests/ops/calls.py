@@ -1,4 +1,5 @@
-"""A call of every op, with its arguments by name, for tests that change one argument at a time."""
+"""A call of every op, with other numbers, dtypes or devices, or with its arguments by name: for tests that change one
+of them at a time."""
 
 from __future__ import annotations
 
@@ -6,11 +7,138 @@ import inspect
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mor_kernels import ops
-from tests.ops.test_citizenship import CASES, CU_K, CU_Q, FLAT, INDEX, LENS, TABLE, in_flight, make
 from tests.strategies import normal
+
+INDEX = torch.tensor([[0, 2, 4], [1, -1, -1]])
+FLAT = torch.tensor([0, 2, 4, 6, -1, 9])
+LENS = torch.tensor([5, 3])
+PLACES = torch.tensor([[0, 1, 2, 3, 9], [5, 5, 0, 1, 100]])
+DEPTHS = torch.tensor([[1, 3, 2, 1, 0], [2, 2, 0, 0, 0]])
+CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 2, 5], [0, 4, 7, 7]))
+TABLE, CU_ROWS = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32), torch.tensor([0, 5, 8], dtype=torch.int32)
+
+# name -> (function of the differentiable tensors and the other ones, shapes of the former, the latter)
+CASES = {
+    "route": (lambda x, w, n: ops.route(x, w, 3, seqlens=n), [(2, 5, 4), (4,)], [LENS]),
+    "route_nested": (
+        lambda x, w, c: ops.route(x, w, 2, candidates=c, activation="tanh", alpha=1.0, temperature=0.5),
+        [(2, 5, 4), (4,)],
+        [INDEX],
+    ),
+    "route_replay": (lambda x, l, i: ops.route(x, None, 3, logits=l, indices=i), [(2, 5, 4), (2, 5)], [INDEX]),
+    "gather": (lambda x, i: ops.gather(x, i), [(10, 3)], [FLAT]),
+    "pack_depths": (lambda d: ops.pack_depths(d, 3), [], [DEPTHS]),
+    "scatter_block": (lambda x, f, g, i: ops.scatter_back(x, f, i, g), [(2, 5, 4), (2, 3, 4), (2, 3)], [INDEX]),
+    "scatter_delta": (
+        lambda x, f, g, i: ops.scatter_back(x, f, i, g, residual="delta"),
+        [(10, 4), (6, 4), (6,)],
+        [FLAT],
+    ),
+    "scatter_none": (lambda x, f, i: ops.scatter_back(x, f, i, residual="none"), [(10, 4), (6, 4)], [FLAT]),
+    "attention": (
+        lambda q, k, v, p: ops.attention(q, k, v, q_positions=p, return_lse=True),
+        [(2, 3, 6, 4), (2, 5, 2, 4), (2, 5, 2, 4)],
+        [torch.tensor([[0, 2, 4], [1, 2, 3]])],
+    ),
+    "attention_ragged": (
+        lambda q, k, v, n: ops.attention(q, k, v, q_lens=n, k_lens=n),
+        [(2, 5, 3, 4), (2, 5, 1, 4), (2, 5, 1, 4)],
+        [LENS],
+    ),
+    "attention_varlen": (
+        lambda q, k, v, a, b: ops.attention_varlen(q, k, v, a, b, 3, 4),
+        [(6, 6, 4), (8, 2, 4), (8, 2, 4)],
+        [CU_Q, CU_K],
+    ),
+    "kv_append": (
+        lambda k, v, kc, vc, s: ops.kv_append(k, v, kc, vc, s),
+        [(3, 2, 4), (3, 2, 4), (2, 4, 2, 4), (2, 4, 2, 4)],
+        [torch.tensor([7, -1, 2])],
+    ),
+    "kv_lookup": (
+        lambda kc, vc, t, c: ops.kv_lookup(kc, vc, t, c, 9),
+        [(4, 4, 2, 3), (4, 4, 2, 3)],
+        [TABLE, CU_ROWS],
+    ),
+    "kv_append_turned": (
+        lambda k, v, kc, vc, s, p: ops.kv_append(k, v, kc, vc, s, positions=p),
+        [(3, 2, 4), (3, 2, 4), (2, 4, 2, 4), (2, 4, 2, 4)],
+        [torch.tensor([7, -1, 2]), torch.tensor([5, 0, 9])],
+    ),
+    "paged_decode": (
+        lambda q, kc, vc, t, n: ops.paged_attention(q, kc, vc, t, n),
+        [],
+        [*(normal(s, i, torch.float32) for i, s in enumerate([(2, 6, 4), *[(4, 4, 2, 4)] * 2])), TABLE, LENS.int()],
+    ),
+    "paged_prefill": (
+        lambda q, kc, vc, t, n, r, c, p: ops.paged_attention(q, kc, vc, t, n, rows=r, cu_seqlens_q=c, q_positions=p),
+        [],
+        [
+            *(normal(s, i, torch.float32) for i, s in enumerate([(6, 6, 4), *[(4, 4, 2, 4)] * 2])),
+            *(TABLE, torch.tensor([4, 7, 0], dtype=torch.int32), torch.tensor([1, 0, -1]), CU_Q),
+            torch.tensor([3, 0, 1, 6, 2, 2]),
+        ],
+    ),
+    "sample": (
+        lambda x, t, k, p, s, n: ops.sample(x, t, k, p, 1 - p, s, n),
+        [],
+        [
+            normal((4, 50), 0, torch.float32),
+            *(torch.tensor(v) for v in ([0.0, 1.0, 0.5, 1.0], [0, 9, 0, 0], [1.0, 0.9, 0.5, 1.0], [0, 1, 2, 3])),
+            torch.tensor([0, 3, 5, -1]),
+        ],
+    ),
+    "decode_residual": (
+        lambda x, w, g, r: ops.decode_linear(x, w, norm_weight=g, residual=r),
+        [],
+        [normal(shape, i, torch.float32) for i, shape in enumerate([(3, 8), (5, 8), (8,), (3, 5)])],
+    ),
+    "decode_next": (
+        lambda x, w, q, g: ops.decode_linear(x, w, squares=q, next_norm_weight=g),
+        [],
+        [normal(shape, i, torch.float32).abs() for i, shape in enumerate([(3, 8), (5, 8), (3, 2), (5,)])],
+    ),
+    "decode_gated": (
+        lambda x, w: ops.decode_linear(x, w, gated=True),
+        [],
+        [normal(shape, i, torch.float32) for i, shape in enumerate([(3, 8), (10, 8)])],
+    ),
+    "aux_loss": (lambda l, i, n: ops.aux_loss(l, i, seqlens=n), [(2, 5)], [INDEX, LENS]),
+    "z_loss": (lambda l, d: ops.z_loss(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
+    "aux_loss_nested": (lambda l, i, c: ops.aux_loss(l, i, candidates=c), [(2, 3)], [INDEX[:, :2], INDEX]),
+    "balance_loss": (lambda p, d: ops.balance_loss(p, d), [(2, 5, 3)], [DEPTHS]),
+    "balance_loss_batch": (lambda p, d: ops.balance_loss(p, d, scope="batch"), [(2, 5, 3)], [DEPTHS]),
+    "choose_depths": (lambda l, d: ops.choose_depths(l, valid=d > 0), [(2, 5, 3)], [DEPTHS]),
+    "choose_depths_biased": (
+        lambda l, b: ops.choose_depths(l, activation="sigmoid", bias=b),
+        [(2, 5, 3)],
+        [torch.tensor([0.5, 0.0, -0.5])],
+    ),
+    "rope": (lambda x, p: ops.rope(x, p), [(2, 5, 3, 4)], [PLACES]),
+    "rope_qkv": (lambda x, p: ops.rope_qkv(x, 3, p), [(2, 5, 5, 4)], [PLACES]),
+    "swiglu_linear": (lambda x, w: ops.swiglu_linear(x, w), [(2, 5, 6), (4, 3)], []),
+    "rms_norm": (lambda x, g: ops.rms_norm(x, g), [(2, 5, 6), (6,)], []),
+    "rms_norm_add": (lambda x, a, g: ops.rms_norm(x, g, 0.1, add=a), [(2, 5, 6), (2, 5, 6), (6,)], []),
+    "rms_norm_linear": (lambda x, g, w: ops.rms_norm_linear(x, g, w), [(2, 5, 6), (6,), (4, 6)], []),
+    "rms_norm_linear_add": (
+        lambda x, a, g, w: ops.rms_norm_linear(x, g, w, 0.1, add=a),
+        [(2, 5, 6), (2, 5, 6), (6,), (4, 6)],
+        [],
+    ),
+    "linear_cross_entropy": (
+        lambda x, w, t: ops.linear_cross_entropy(x, w, t),
+        [(2, 5, 4), (7, 4)],
+        [torch.tensor([[0, 6, -100, 3, 3], [1, -100, 2, 5, 0]])],
+    ),
+    "rope_pair": (lambda q, k, p: ops.rope((q, k), p), [(2, 5, 3, 4), (2, 5, 1, 4)], [PLACES]),
+}
+WIDE = {"route_replay": 1, "scatter_block": 2, "scatter_delta": 2}  # which input is never narrower than fp32
+every_case = pytest.mark.parametrize("name", CASES)
 
 IDS = torch.tensor([7, -1, 2])
 
@@ -39,6 +167,14 @@ def _lanes():
 def _advance(chosen, goes_on, at, table, k_lens, ticks, record, *pages):
     lanes, block, ends = ops.Lanes(table, k_lens, ticks), ops.Pages(*pages[:5]), ops.Pages(*pages[5:])
     return ops.advance_(chosen, goes_on, at, lanes, record, block, ends, 2, 4, shared=True)
+
+
+def in_flight(device, seed=0, dtype=torch.float32):
+    """Arguments of the end of a decoding step: five tokens, one lane of padding, and all that is optional."""
+    x, update, weight, aux_weight = (normal((n, 4), seed + i, dtype).to(device) for i, n in enumerate((5, 5, 3, 3)))
+    logits, recursions = normal((5,), seed + 4, torch.float32).to(device), torch.tensor([0, 2, -1, 1, 0], device=device)
+    last, replayed = recursions + 2, recursions == 0
+    return [x, update, logits, recursions, weight], {"last": last, "replayed": replayed, "aux_weight": aux_weight}
 
 
 # as CASES, of ops that write into their arguments, and of arguments that no call there has
@@ -152,6 +288,45 @@ REGISTERED = {"rope_qkv": "rope_split", "linear_cross_entropy": "cross_entropy_"
               "rms_norm": "add_rms_norm", "rms_norm_linear": "add_rms_norm"}  # fmt: skip
 
 
+def make(name, seed=0, dtype=torch.float64, device="cpu"):
+    """Function, differentiable tensors and others of ``CALLS[name]``."""
+    function, shapes, others = CALLS[name]
+    inputs = [normal(shape, seed + i, dtype).to(device) for i, shape in enumerate(shapes)]
+    if name in WIDE and dtype != torch.float64:
+        inputs[WIDE[name]] = inputs[WIDE[name]].float()
+    inputs = [t.requires_grad_() for t in inputs]
+    return function, inputs, [t.to(device) for t in others]
+
+
+def floating(outputs):
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [t for t in outputs if t.is_floating_point()]
+
+
+def results(function, inputs, others):
+    """All outputs, and the gradients of a fixed random projection of them."""
+    outputs = function(*inputs, *others)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    scalars = [
+        (t.float() * normal(t.shape, i, torch.float32).to(t.device)).sum() for i, t in enumerate(floating(outputs))
+    ]
+    gradients = torch.autograd.grad(sum(scalars), inputs) if inputs else ()
+    return [*outputs, *gradients]
+
+
+class Recorder(TorchDispatchMode):
+    """The registered ops that a call reaches, with their arguments as they then were."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "mor_kernels":
+            self.calls.append((func, [a.clone() if isinstance(a, torch.Tensor) else a for a in args]))
+        return func(*args, **(kwargs or {}))
+
+
 class Call(NamedTuple):
     """An op and what it is called with; arguments in a tuple are named state.field, or q and k."""
 
@@ -209,8 +384,7 @@ class Call(NamedTuple):
 
 def call_of(name, dtype=torch.float32, device="cpu"):
     """The call of the op in ``CALLS[name]``, recorded."""
-    with mock.patch.dict(CASES, MORE):
-        function, inputs, others = make(name, dtype=dtype, device=device)
+    function, inputs, others = make(name, dtype=dtype, device=device)
     found = []
 
     def record(op):

@@ -22,7 +22,7 @@ THREADS = 8
 def threads(device):
     """The first calls of all ops at once, forward and backward, each thread with its own numbers and order."""
     from tests.ops import test_process
-    from tests.ops.test_citizenship import CASES
+    from tests.ops.calls import CASES
 
     start, got, names = threading.Barrier(THREADS), {}, list(CASES)
 
@@ -99,7 +99,7 @@ def hashes(device):
 def first_in_a_capture():
     """Ops whose kernels are yet to be compiled: a graph that is right, or an error, after which they work."""
     from tests.ops import test_process
-    from tests.ops.test_citizenship import CASES
+    from tests.ops.calls import CASES
     from tests.strategies import normal
 
     for name in ("rms_norm", "gather", "rope", "kv_append_turned"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mor_kernels import ops
 from mor_kernels.ops.advance._fields import FIELDS
 from tests import strategies as s
-from tests.ops.test_citizenship import Recorder
+from tests.ops.calls import Recorder
 from tests.ops.test_pages import Accounts
 
 STOPS = 2

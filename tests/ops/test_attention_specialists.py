@@ -16,7 +16,7 @@ from tests import strategies as s
 
 DEVICE = s.DEVICES[-1]
 needs_triton = pytest.mark.skipif(
-    "triton" not in [backend for _, backend in s.targets("attention").args[1]], reason="needs Triton"
+    _dispatch.unavailable("triton", "attention", DEVICE) is not None, reason="needs Triton"
 )
 THERE = [name for name in _dispatch.SPECIALISTS if _dispatch.unavailable(name, "attention", "cuda") is None]
 

@@ -183,7 +183,7 @@ def test_a_row_depends_on_no_other(device, backend, gated):
             break
 
 
-def assert_next(got, gains, *, backend):
+def assert_next(got, gains):
     """y * gains and sums of y's squares are of y as it was rounded; every sum of the same columns."""
     y, scaled, squares = (t.cpu() for t in got)
     assert scaled.dtype == y.dtype and scaled.shape == y.shape and scaled.is_contiguous()
@@ -217,7 +217,7 @@ def test_a_norm_of_the_layer_before(
         got = ops.decode_linear(*there, **with_, prefetch=prefetch, backend=backend)
         assert torch.equal(got[0], ops.decode_linear(*there, **on(device, (), options)[1], backend=backend))
     assert_within(got[0], *first, **options, backend=backend)
-    assert_next(got, gains, backend=backend)
+    assert_next(got, gains)
     y, scaled, squares = got
     (weight_there,), with_ = on(device, (weight,), last | {"squares": squares})
     with planned(backend, next_plan):
@@ -276,10 +276,7 @@ def test_large_and_small_rows(device, backend):
     assert torch.equal(got[0].cpu(), options["residual"][0])
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"),
-    [(d, b) for d in s.DEVICES for b in ("cuda",) if s.unavailable(b, "decode_linear", d) is None],
-)
+@s.kernels("decode_linear", "cuda")
 def test_what_the_kernel_refuses(device, backend):
     x, weight = (s.normal((5, 24), i, torch.bfloat16).to(device) for i in range(2))
     for reason, arguments, options in [
@@ -425,10 +422,7 @@ def test_heads_are_those_of_the_two_operators(device, backend):
             torch.testing.assert_close(got.float(), wanted.float(), rtol=rtol, atol=rounding)
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"),
-    [(d, b) for d in s.DEVICES for b in ("cuda",) if s.unavailable(b, "decode_qkv_", d) is None],
-)
+@s.kernels("decode_qkv_", "cuda")
 def test_which_heads_the_kernel_refuses(device, backend):
     def call(of_head=64, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, shift=0, x=None):
         x = s.normal((3, 24), 0, dtype) if x is None else x

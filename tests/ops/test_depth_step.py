@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
-from mor_kernels.ops._dispatch import unavailable
 from reference import ops as reference
 from tests import strategies as s
 
@@ -190,11 +189,18 @@ def test_who_goes_on(device, backend):
         assert torch.equal(tensors[0].nan_to_num(), x.nan_to_num())
 
 
-@pytest.mark.parametrize(
-    "backend", [b for b in ("triton", "cuda") if unavailable(b, "depth_step_", s.DEVICES[-1]) is None]
-)
-def test_kernels_take_a_recursion_without_a_router_for_padding(backend):
-    device = s.DEVICES[-1]
+@s.targets("depth_step_")
+def test_a_score_that_is_no_number_goes_no_further_whatever_the_auxiliary_router_says(device, backend):
+    x, nan = torch.ones(3, 2, device=device), torch.full((2, 2), torch.nan, device=device)
+    recursions, replayed = torch.tensor([0, 0, 1], device=device), torch.tensor([False, True, True], device=device)
+    options = {"replayed": replayed, "aux_weight": torch.ones_like(nan), "backend": backend}
+    logits = torch.zeros(3, device=device)
+    assert ops.depth_step_(x, x.clone(), logits, recursions, nan, **options).tolist() == [False, True, False]
+    assert logits.isnan().tolist() == [True, True, False]
+
+
+@s.kernels("depth_step_")
+def test_kernels_take_a_recursion_without_a_router_for_padding(device, backend):
     x, weight = s.normal((5, 4), 0, torch.float32).to(device), s.normal((2, 4), 1, torch.float32).to(device)
     recursions = torch.tensor([2, -7, 2**40, -(2**33), 2**31], device=device)
     state, logits = x.clone(), torch.ones(5, device=device)

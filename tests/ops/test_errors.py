@@ -1,4 +1,7 @@
-"""Bad input: every message names the op, the argument, what was expected and what came. And the choice of a backend."""
+"""Bad input: every message names the op, the argument, what was expected and what came. And the choice of a backend.
+
+Of values, and of what is written, see test_values.py.
+"""
 
 from __future__ import annotations
 
@@ -84,38 +87,24 @@ BAD = [
     (lambda: ops.route(X, W, 1, seqlens=torch.ones(3).long()), r"route: seqlens: expected shape \(2\), got \(3\)"),
     (lambda: ops.route(X, None, 1, logits=X[..., 0].half()), "route: logits: expected dtype float32, got"),
     (lambda: ops.route(X, W.to("meta"), 1), "route: weight: expected device cpu, got meta"),
-    (lambda: ops.route(X, W, 1, candidates=I2 + 1), "route: candidates: expected values of .* at most 4, got 5"),
-    (lambda: ops.gather(X[0], I2[0] + 1), "gather: indices: expected values of .* at most 4, got 5"),
-    (lambda: ops.scatter_back(X[0], X[0, :3], I2[0] + 1), "scatter_back: indices: expected values .* 4, got 5"),
     (lambda: ops.route(X, W, 1.0), "route: k: expected a whole number of at least 0, got 1.0"),
-    (lambda: ops.route(X, W, 1, candidates=I2.flip(1)), "route: candidates: expected ascending positions, then -1"),
     (lambda: ops.route(X, W, 1, candidates=I2, indices=I2[:, :1] + 3), "route: indices: expected candidates of"),
     (
         lambda: ops.route(X, W, 1, seqlens=torch.tensor([5, 1]), indices=I2[:, :1]),
         "route: indices: expected candidates of",
     ),
     (lambda: ops.gather([1], I2), "gather: x: expected a tensor, got list"),
-    (lambda: ops.gather(X[0], I2[0] - 3), "gather: indices: expected values of at least -1 and at most 4, got -3"),
     (lambda: ops.gather(X, I2), r"gather: indices: expected shape \(n\), got \(2, 3\)"),
     (lambda: ops.pack_depths(X[..., 0], 2), "pack_depths: depths: expected dtype int64 or int32, got torch.float32"),
     (lambda: ops.pack_depths(I2, 0), "pack_depths: num_recursions: expected a whole number of at least 1, got 0"),
     (lambda: ops.scatter_back(W, W, I2), r"scatter_back: x: expected a tensor of shape \(B, N, D\) or \(M, D\)"),
     (lambda: ops.scatter_back(X, X, I2), r"scatter_back: update: expected shape \(2, 3, 4\), got \(2, 5, 4\)"),
     (lambda: ops.scatter_back(X, X[:, :3], I2, residual="add"), "scatter_back: residual: expected 'block' or"),
-    (lambda: ops.scatter_back(X, X[:, :3], I2 + 1), "scatter_back: indices: expected values of .* at most 4, got 5"),
     (lambda: ops.scatter_back_(X, X, I2), r"scatter_back_: update: expected shape \(2, 3, 4\), got \(2, 5, 4\)"),
-    (lambda: ops.scatter_back_(X, X[:, :3], I2 + 1), "scatter_back_: indices: expected values .* at most 4, got 5"),
-    (
-        lambda: ops.scatter_back_(X[:1].expand(2, 5, 4), X[:, :3], I2),
-        r"scatter_back_: x: expected elements with a place in memory each, got an expanded .* \(0, 4, 1\)",
-    ),
     (lambda: step(x=X), r"depth_step_: x: expected shape \(n, D\), got \(2, 5, 4\)"),
     (lambda: step(update=X[1, :4]), r"depth_step_: update: expected shape \(5, 4\), got \(4, 4\)"),
     (lambda: step(logits=X[0, :, 0].half()), "depth_step_: logits: expected dtype float32, got torch.float16"),
-    (lambda: step(logits=X[0, :1, 0].expand(5)), r"depth_step_: logits: expected elements .* an expanded .* \(0,\)"),
-    (lambda: step(x=X[0, :1].expand(5, 4)), r"depth_step_: x: expected elements with .* an expanded .* \(0, 1\)"),
     (lambda: step(recursions=I2[0]), r"depth_step_: recursions: expected shape \(5\), got \(3\)"),
-    (lambda: step(recursions=torch.full((5,), 3)), "depth_step_: recursions: expected values .* at most 2, got 3"),
     (lambda: step(weight=X[0, :0]), "depth_step_: weight: expected at least one router, got 0"),
     (lambda: step(weight=W), r"depth_step_: weight: expected shape \(Nr, 4\), got \(4\)"),
     (lambda: step(aux_weight=X[0]), r"depth_step_: aux_weight: expected shape \(3, 4\), got \(5, 4\)"),
@@ -141,26 +130,9 @@ BAD = [
         lambda: ops.attention_varlen(Q[0], K[0], K[0], CU.long(), CU, 2, 2),
         "attention_varlen: cu_seqlens_q: expected dtype int32, got torch.int64",
     ),
-    (
-        lambda: ops.attention_varlen(Q[0], K[0], K[0], CU, CU * 3, 2, 6),
-        "attention_varlen: cu_seqlens_k: expected 0 first, then ascending to at most 5, got",
-    ),
     (lambda: ops.attention_varlen(Q[0], K[0], K[0], CU, CU, 2, -2), "max_seqlen_k: expected a whole number"),
-    (
-        lambda: ops.attention_varlen(Q[0], K[0], K[0], CU, CU, 1, 2),
-        "attention_varlen: max_seqlen_q: expected at least 2, got 1",
-    ),
     (lambda: ops.kv_append(NEW, NEW, CACHE, CACHE, I2[0]), r"kv_append: slots: expected shape \(2\), got \(3\)"),
     (lambda: ops.kv_append(NEW, NEW, CACHE, CACHE[:2], I2[0, :2]), r"kv_append: v_cache: expected shape"),
-    (
-        lambda: ops.kv_lookup(CACHE, CACHE, TABLE, torch.tensor([0, 5], dtype=torch.int32), 5),
-        "kv_lookup: page_table: expected pages for 5 tokens a row, got room for 4",
-    ),
-    (
-        lambda: ops.kv_lookup(CACHE, CACHE, TABLE, CU, 1),
-        r"kv_lookup: total: expected at least cu_seqlens\[-1\] = 2, got 1",
-    ),
-    (lambda: ops.kv_lookup(CACHE, CACHE, TABLE - 1, CU, 2), r"kv_lookup: page_table: expected pages in 0..2 .* got -1"),
     (
         lambda: ops.kv_append_(*[NEW[..., :3]] * 2, *[CACHE[..., :3]] * 2, I2[0, :2], positions=I2[0, :2]),
         "kv_append_: k: expected an even last dimension, to turn by positions, got 3",
@@ -183,18 +155,11 @@ BAD = [
     ),
     (lambda: attend(q=Q[0, :1, :5]), "paged_attention: k_cache: expected a number .* divides the 5 query heads, got 2"),
     (lambda: attend(k_cache=CACHE.double(), v_cache=CACHE.double()), "k_cache: expected the dtype of q, torch.float32"),
-    (lambda: attend(k_lens=torch.tensor([5]).int()), "paged_attention: k_lens: expected 0 to the 4 tokens .* got"),
     (lambda: attend(k_lens=torch.tensor([4])), "paged_attention: k_lens: expected dtype int32, got torch.int64"),
-    (
-        lambda: attend(rows=torch.tensor([1])),
-        "paged_attention: rows: expected values of at least -1 and at most 0, got 1",
-    ),
     (
         lambda: attend(q=Q[0]),
         "paged_attention: cu_seqlens_q: expected where the queries of each lane begin, for 3 of 1 lanes",
     ),
-    (lambda: attend(q=Q[0], cu_seqlens_q=CU * 2), "paged_attention: cu_seqlens_q: expected 0 first, .* at most 3, got"),
-    (lambda: attend(page_table=TABLE - 1), "paged_attention: page_table: expected pages in 0..2"),
     (lambda: attend(schedule=TABLE[0]), r"paged_attention: schedule: expected \d+ numbers, .* returns .*, got 1"),
     (
         lambda: ops.attention_schedule(CU, 5, 2, 2),
@@ -203,18 +168,6 @@ BAD = [
     (
         lambda: ops.attention_schedule(CU, 6, 3, 2, k_cache=CACHE),
         r"attention_schedule: k_cache: expected shape \(num_pages, page_size, 3, d\), got \(3, 4, 2, 4\)",
-    ),
-    (
-        lambda: ops.take_pages_(PAGES, torch.tensor([0, 0]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4),
-        r"take_pages_: rows: expected each row at most once, got \[0, 0\]",
-    ),
-    (
-        lambda: ops.take_pages_(PAGES, torch.tensor([3]), CU, 2, 4),
-        "take_pages_: rows: expected values of at least -1 and at most 1, got 3",
-    ),
-    (
-        lambda: ops.take_pages_(PAGES, torch.tensor([0]), CU, 1, 4),
-        "take_pages_: cu_seqlens: expected 0 first, .* at most 1",
     ),
     (
         lambda: ops.take_pages_(PAGES, torch.tensor([0]), CU, 2, 0),
@@ -302,7 +255,6 @@ BAD = [
     (lambda: to_heads(norm_weight=W.half()), "decode_qkv_: norm_weight: expected the dtype of x, .*, got"),
     (lambda: to_heads(v_cache=CACHE[:2]), r"decode_qkv_: v_cache: expected shape \(3, 4, 2, 4\), got"),
     (lambda: to_heads(slots=I2[0]), r"decode_qkv_: slots: expected shape \(2\), got \(3\)"),
-    (lambda: to_heads(slots=I2[0, :2] + 11), "decode_qkv_: slots: expected values of .* at most 11, got 12"),
     (lambda: to_heads(positions=W[:2]), "decode_qkv_: positions: expected dtype int64 or int32, got torch.float32"),
     (lambda: to_heads(theta=0.0), "decode_qkv_: theta: expected a finite number > 0 in fp32, got 0.0"),
     (
@@ -316,8 +268,6 @@ BAD = [
     (lambda: cross_entropy(weight=X[0].to("meta")), "linear_cross_entropy: weight: expected device cpu, got meta"),
     (lambda: cross_entropy(targets=I2), r"linear_cross_entropy: targets: expected shape \(2, 5\), got \(2, 3\)"),
     (lambda: cross_entropy(targets=X[..., 0].int()), "linear_cross_entropy: targets: expected dtype int64, got"),
-    (lambda: cross_entropy(targets=I5 + 4), "linear_cross_entropy: targets: expected -100, or .* 4, got 5"),
-    (lambda: cross_entropy(targets=-I5), "linear_cross_entropy: targets: expected -100, or .* 4, got -1"),
     (lambda: ops.aux_loss(X[..., 0], I2[:1]), r"aux_loss: kept: expected shape \(2, k\), got \(1, 3\)"),
     (lambda: ops.z_loss(W), r"z_loss: logits: expected shape \(B, C\) or \(B, N, Nr\)"),
     (lambda: ops.balance_loss(X, I2), r"balance_loss: depths: expected shape \(2, 5\), got \(2, 3\)"),
@@ -336,53 +286,6 @@ def test_message(call, message):
         call()
 
 
-def test_in_place_append_refuses_gradients():
-    with pytest.raises(RuntimeError, match="kv_append_: expected no argument that needs a gradient"):
-        ops.kv_append_(NEW.clone().requires_grad_(), NEW, CACHE, CACHE, torch.tensor([0, 1]))
-
-
-def test_paged_attention_refuses_gradients():
-    with pytest.raises(RuntimeError, match="paged_attention: expected no argument that needs a gradient"):
-        attend(q=Q[0, :1].clone().requires_grad_())
-
-
-@pytest.mark.parametrize("argument", range(3))
-def test_in_place_scatter_refuses_gradients(argument):
-    tensors = [X.clone(), torch.ones(2, 3, 4), torch.ones(2, 3)]
-    tensors[argument].requires_grad_()
-    with pytest.raises(RuntimeError, match="scatter_back_: expected no argument that needs a gradient"):
-        ops.scatter_back_(*tensors[:2], I2, tensors[2])
-    with torch.no_grad():
-        ops.scatter_back_(*tensors[:2], I2, tensors[2])
-
-
-@pytest.mark.parametrize("argument", ["x", "update", "logits", "weight", "aux_weight"])
-def test_depth_step_refuses_gradients(argument):
-    changed = {argument: FLIGHT.get(argument, FLIGHT["weight"]).clone().requires_grad_()}
-    with pytest.raises(RuntimeError, match="depth_step_: expected no argument that needs a gradient"):
-        step(**changed)
-    with torch.no_grad():
-        assert step(**changed).all()
-
-
-@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "residual", "next_norm_weight"])
-def test_decode_linear_refuses_gradients(argument):
-    tensors = {"x": X[0], "weight": X[1, :2], "norm_weight": W, "residual": X[0, :, :2],
-               "next_norm_weight": W[:2]}  # fmt: skip
-    tensors[argument] = tensors[argument].clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="decode_linear: expected no argument that needs a gradient"):
-        linear(**tensors)
-    with torch.no_grad():
-        assert linear(**tensors)[0].shape == (5, 2)
-
-
-@pytest.mark.parametrize("argument", ["x", "weight", "norm_weight", "k_cache", "v_cache"])
-def test_decode_qkv_refuses_gradients(argument):
-    tensors = {"x": X[0, :2], "weight": torch.ones(28, 4), "norm_weight": W, "k_cache": CACHE, "v_cache": CACHE}
-    with pytest.raises(RuntimeError, match="decode_qkv_: expected no argument that needs a gradient"):
-        to_heads(**(tensors | {argument: tensors[argument].clone().requires_grad_()}))
-
-
 @pytest.mark.parametrize("argument", range(3))
 def test_float64_is_left_to_eager(argument):
     pytest.importorskip("triton")
@@ -394,23 +297,6 @@ def test_float64_is_left_to_eager(argument):
     with pytest.raises(RuntimeError, match="backend='triton' is not available: float64 is computed by the eager"):
         ops.scatter_back(x, update, index, gates, backend="triton")
     assert ops.scatter_back(x, update, index, gates).dtype == x.dtype
-
-
-def test_an_error_writes_nothing():
-    cache = torch.zeros(3, 4, 2, 4)
-    with pytest.raises(ValueError, match="kv_append_: v: expected shape"):
-        ops.kv_append_(NEW, NEW[:1], cache, cache, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="kv_append_: slots: expected values of at least -1 and at most 11, got 12"):
-        ops.kv_append_(NEW, NEW, cache, cache, torch.tensor([0, 12]))
-    assert not cache.any()
-    state = FLIGHT["x"].clone()
-    with pytest.raises(ValueError, match="depth_step_: recursions: expected"):
-        step(x=state, recursions=torch.tensor([0, 1, 2, 3, 0]))
-    assert torch.equal(state, FLIGHT["x"])
-    state = [t.clone() for t in PAGES]
-    with pytest.raises(ValueError, match="take_pages_: rows: expected"):
-        ops.take_pages_(PAGES, torch.tensor([1, 1]), torch.tensor([0, 1, 2], dtype=torch.int32), 2, 4)
-    assert all(torch.equal(a, b) for a, b in zip(state, PAGES))
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda", "fast"])

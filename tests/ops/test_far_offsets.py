@@ -36,8 +36,8 @@ def whole(*numbers, dtype=torch.int64):
 
 def served(op, *specialists):
     """Parametrize a test over the backends that have kernels for ``op``, or, where there is no room, eager."""
-    found = [b for d, b in s.targets(op, *specialists).args[1] if d == DEVICE and (b == "eager") != ROOM]
-    return pytest.mark.parametrize("backend", [b for b in found if ROOM or b == "eager"])
+    found = [b for b in (*BACKENDS[1:], *specialists) if unavailable(b, op, DEVICE) is None]
+    return pytest.mark.parametrize("backend", found if ROOM else ["eager"])
 
 
 @pytest.fixture(autouse=True)

@@ -70,9 +70,15 @@ def test_lookup(device, backend, rows, max_pages, page_size, slack, seed, dtype)
     want = reference.kv_lookup(*caches, table, cu, total)
     for a, b in zip(got, want):
         assert not b.isnan().any() and torch.equal(a.cpu(), b)
-    gradients = torch.autograd.grad([t.sum() for t in got], tensors)
-    for gradient, cache in zip(gradients, caches):
-        assert torch.equal(gradient.cpu(), (~cache.isnan()).to(dtype))
+    # each slot belongs to one token, and so its gradient is a copy
+    upstream = [s.normal(t.shape, seed + i, dtype) for i, t in enumerate(want)]
+    gradients = torch.autograd.grad(got, tensors, [t.to(device) for t in upstream])
+    for gradient, cache, new in zip(gradients, caches, upstream):
+        expected = torch.zeros_like(cache)
+        for row, (first, length) in enumerate(zip(cu.tolist(), lens.tolist())):
+            for t in range(length):
+                expected[table[row, t // page_size], t % page_size] = new[first + t]
+        assert torch.equal(gradient.cpu(), expected)
 
 
 @s.targets("kv_append_")

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mor_kernels import ops
-from mor_kernels.ops._dispatch import unavailable
 from reference import ops as reference
 from tests import strategies as s
 
@@ -232,25 +231,8 @@ def test_scatter_back_of_wide_rows(device, backend, width, length, gated, residu
     check_scatter_back(device, backend, x, update, torch.tensor([length - 1, -1, 0]), gates, residual)
 
 
-@pytest.mark.parametrize("device", [d for d in s.DEVICES if unavailable("triton", "scatter_back", d) is None])
-@pytest.mark.parametrize("residual", ["block", "delta", "none"])
-def test_kernels_take_an_index_outside_the_sequence_for_none(device, residual):
-    outside = torch.tensor([[1, 5, -7, 2**40], [4, -5, 2**31, 0]], device=device)
-    none = torch.where((outside >= 0) & (outside < 5), outside, -1)
-    x, update, gates = (s.normal(shape, 0, torch.float32).to(device) for shape in [(2, 5, 3), (2, 4, 3), (2, 4)])
-    results = []
-    for index in (outside, none):
-        tensors = [t.clone().requires_grad_() for t in (x, update, gates)]
-        out = ops.scatter_back(*tensors[:2], index, tensors[2], residual=residual, backend="triton")
-        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-        results[-1].append(ops.scatter_back_(x.clone(), update, index, gates, residual=residual, backend="triton"))
-    results = [[*r, ops.gather(x[0], index[0], backend="triton")] for r, index in zip(results, (outside, none))]
-    for one, other in zip(*results):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("device", [d for d in s.DEVICES if unavailable("triton", "scatter_back", d) is None])
-def test_kernels_ask_the_indices_what_unwritten_memory_claims(device, monkeypatch):
+@s.kernels("scatter_back", "triton")
+def test_kernels_ask_the_indices_what_unwritten_memory_claims(device, backend, monkeypatch):
     """Where no index names a position, the inverse holds anything: here a slot, that of another position."""
     largest = torch.iinfo(torch.int32).max  # what deterministic mode fills unwritten memory with
     for op in ("route", "gather", "scatter_back"):

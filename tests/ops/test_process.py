@@ -1,5 +1,5 @@
-"""How ops, model and engine live in a process: derivatives that they lack, defaults, threads, forks, streams, devices,
-graphs, and results that are the same each time."""
+"""How ops, model and engine live in a process: defaults, threads, forks, streams, devices, graphs, and results that are
+the same each time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.autograd.forward_ad
 from torch import nn
 
 from mor_kernels import ops
@@ -28,7 +27,7 @@ from mor_kernels.train import Tokens, TrainConfig, prepare
 from mor_kernels.train.data import Loader
 from tests.decode.models import random_prompts, tiny
 from tests.ops import jobs
-from tests.ops.test_citizenship import CASES, every_case, floating
+from tests.ops.calls import CASES, every_case, floating
 from tests.strategies import DEVICES, cu_seqlens, normal
 from tests.train.tiny import EXPERT, SMALL, TOKEN
 
@@ -99,74 +98,6 @@ def run_job(*arguments, flags=(), **environment):
     finished = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
-
-
-# Derivatives
-
-LINEAR = ("gather", "scatter_none", "kv_append", "kv_lookup", "kv_append_turned", "rope", "rope_qkv", "rope_pair")
-REFUSED = "expected (neither a transform of torch.func nor forward-mode|no argument that needs a gradient)"
-
-
-@every_case
-def test_second_derivatives_are_right_or_refused(name):
-    """Gradients of gradients that came in need none, too, and for named inputs: there PyTorch's once_differentiable
-    would leave out the op's share."""
-    function, inputs, others, weights = run_of(CASES[name], dtype=torch.float64)
-    if not inputs:
-        return
-    gradients = torch.autograd.grad(floating(function(*inputs, *others)), inputs, weights, create_graph=True)
-    penalty = sum(t.square().sum() for t in (*gradients, *inputs))
-    if any(t.requires_grad for t in gradients):
-        with pytest.raises(RuntimeError, match="there are no second derivatives") as raised:
-            torch.autograd.grad(penalty, inputs)
-        assert all(op in ops.__all__ for op in str(raised.value).partition(":")[0].split(" and "))
-    else:  # the gradients depend on nothing but what came in
-        assert name in LINEAR
-        for second, t in zip(torch.autograd.grad(penalty, inputs), inputs, strict=True):
-            assert torch.equal(second, 2 * t)
-    weights = [t.requires_grad_() for t in weights]
-    gradients = torch.autograd.grad(floating(function(*inputs, *others)), inputs, weights, create_graph=True)
-    with pytest.raises(RuntimeError, match="there are no second derivatives"):
-        torch.autograd.grad(sum(t.square().sum() for t in gradients), weights)
-
-
-@every_case
-def test_transforms_are_refused(name):
-    """Some would be 0 without a word, others name no op of ours."""
-    function, inputs, others, _ = run_of(CASES[name])
-    tensors = [t.detach() for t in (*inputs, *others)]
-    floats = [i for i, t in enumerate(tensors) if t.is_floating_point()]
-    refused = pytest.raises(RuntimeError, match=rf"^\w+: {REFUSED}")
-
-    def of_floats(*given):
-        given = iter(given)
-        outputs = function(*(next(given) if t.is_floating_point() else t for t in tensors))
-        return sum(t.sum() for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
-
-    given = [tensors[i] for i in floats]
-    with refused:
-        torch.func.vmap(function)(*(torch.stack([t, t]) for t in tensors))
-    if given:
-        with refused:
-            torch.func.jvp(of_floats, tuple(given), tuple(map(torch.ones_like, given)))
-        with refused:
-            torch.func.grad(of_floats)(*given)
-        with torch.autograd.forward_ad.dual_level(), refused:
-            of_floats(*(torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in given))
-
-
-@pytest.mark.parametrize("name", ["decode_residual", "rope", "route"])
-def test_transforms_are_refused_in_a_compiled_function(name):
-    function, inputs, others, _ = run_of(CASES[name])
-    x, *rest = (t.detach() for t in (*inputs, *others))
-
-    def total(x):
-        outputs = function(x, *rest)
-        return (outputs if isinstance(outputs, tuple) else (outputs,))[0].sum()
-
-    for transform in (lambda x: torch.func.jvp(total, (x,), (x,)), torch.func.grad(total)):
-        with pytest.raises(Exception, match=REFUSED):
-            torch.compile(transform, backend="aot_eager")(x)
 
 
 # What is set for a whole process

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from mor_kernels import ops
-from mor_kernels.ops._dispatch import unavailable
 from reference import ops as reference
 from tests import strategies as s
 
@@ -167,6 +166,7 @@ def test_sequences_of_many_keys(device, backend, logits, length):
 @pytest.mark.parametrize("logits", KINDS)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton's interpreter
 def test_long_sequences_are_chosen_from_in_chunks(device, backend, logits, nested, ready, monkeypatch):
     """The same choice where a sequence is more than what one program of a kernel selects among, whichever of its bits
     tell the logits apart."""
@@ -217,20 +217,20 @@ def test_gradients_in_many_programs(device, backend, ready, monkeypatch):
         s.assert_close(one, other, torch.float32, 4, name, cancels=0.25)
 
 
-@pytest.mark.parametrize("device", [d for d in s.DEVICES if unavailable("triton", "route", d) is None])
+@s.kernels("route")
 @pytest.mark.parametrize("nested", [False, True])
-def test_kernels_take_what_is_outside_the_sequence_for_none(device, nested):
+def test_kernels_take_what_is_outside_the_sequence_for_none(device, backend, nested):
     x, logits = s.normal((2, 5, 3), 0, torch.float32).to(device), torch.arange(10.0, device=device).view(2, 5)
     recorded = torch.tensor([[1, 5, 4, 2**40], [0, 3, -7, 2**31]], device=device)
     want = [[1, -1, 4, -1], [0, -1, -1, -1]]
     candidates = torch.tensor([[0, 1, 4, 2**40, -1], [0, 1, 2, 3, 4]], device=device) if nested else None
     options = {"logits": logits, "candidates": candidates, "seqlens": torch.tensor([9, 2], device=device)}
-    got = ops.route(x, None, 4, indices=recorded, backend="triton", **options)
+    got = ops.route(x, None, 4, indices=recorded, backend=backend, **options)
     assert got.indices.tolist() == want and got.counts.tolist() == [2, 1]
-    again = ops.route(x, None, 4, indices=got.indices, backend="triton", **options)
+    again = ops.route(x, None, 4, indices=got.indices, backend=backend, **options)
     assert all(torch.equal(one, other) for one, other in zip(got, again))
     assert not got.rows[got.indices < 0].any() and not got.gates[got.indices < 0].any()
-    chosen = ops.route(x, None, 4, backend="triton", **options).indices
+    chosen = ops.route(x, None, 4, backend=backend, **options).indices
     assert chosen.tolist() == [[0, 1, 4, -1] if nested else [1, 2, 3, 4], [0, 1, -1, -1]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
 
 import pytest
@@ -59,11 +60,12 @@ def plain_filter(logits, temperature, top_k, top_p, min_p):
     if top_p < 1:
         probs = softmax(scores)
         removed, mass = set(), 0.0
-        for i in sorted(range(len(scores)), key=lambda i: (probs[i], -i)):
+        ascending = sorted(range(len(scores)), key=lambda i: (logits[i], -i))  # probabilities may be rounded to ties
+        for i in ascending:
             mass += probs[i]
             if mass <= 1 - top_p:
                 removed.add(i)
-        removed.discard(max(range(len(scores)), key=lambda i: (probs[i], -i)))
+        removed.discard(ascending[-1])
         scores = [-math.inf if i in removed else x for i, x in enumerate(scores)]
     if min_p:
         probs = softmax(scores)
@@ -104,6 +106,13 @@ def test_top_p_keeps_the_token_that_crosses_and_the_first_always():
     assert (filtered(logits, *lanes(1, top_p=0.6)[:4])[0] > 0).tolist() == [[True, True, False]]
     assert (filtered(logits, *lanes(1, top_p=1e-9)[:4])[0] > 0).tolist() == [[True, False, False]]
     assert (filtered(logits, *lanes(1, top_p=1.0)[:4])[0] > 0).tolist() == [[True, True, True]]
+    tied = torch.zeros(1, 4)  # two of four are half of the mass
+    assert (filtered(tied, *lanes(1, top_p=0.5)[:4])[0] > 0).tolist() == [[True, True, False, False]]
+
+
+def test_min_p_of_1_keeps_ties_with_the_likeliest():
+    weights, tokens = filtered(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), *lanes(1, min_p=1.0)[:4])
+    assert tokens[weights > 0].tolist() == [1, 3]
 
 
 def test_top_k_keeps_ties_with_the_kth():
@@ -170,16 +179,54 @@ def some_settings(n, vocabulary, seed, positions=2000):
     )
 
 
+KINDS = ["normal", "tied", "special", "scattered"]
+
+
+def plain_choices(logits, temperature, top_k, top_p, min_p, seed, position):
+    """Tokens that one lane may get: more than one where a rounding decides."""
+    finite = [-math.inf if math.isnan(x) else min(x, sys.float_info.max / 4) for x in logits]
+    best = max(finite)
+    if position < 0 or best == -math.inf:
+        return {-1}
+    if temperature == 0:
+        return {finite.index(best)}
+    scores = [x - best for x in finite]
+    u = (splitmix64(splitmix64(seed, 1)[0], position + 1)[-1] >> 11) * 2.0**-53
+    found = set()
+    for off in (-1e-9, 0.0, 1e-9):
+        p = top_p if top_p >= 1 else top_p + off * top_p
+        probs = plain_filter(scores, temperature, top_k, p, min_p * (1 + off))
+        mass = 0.0
+        for i in sorted(range(len(probs)), key=lambda i: (-scores[i], i)):
+            if probs[i] and mass - 1e-9 <= u <= mass + probs[i] + 1e-9:
+                found.add(i)
+            mass += probs[i]
+    return found
+
+
+@s.examples(60)
+@given(n=st.integers(1, 4), vocabulary=st.sampled_from([1, 2, 7, 20]), seed=s.seeds, kind=st.sampled_from(KINDS))
+def test_eager_equals_the_plain_formulas(n, vocabulary, seed, kind):
+    logits, settings = some_logits(kind, (n, vocabulary), seed, torch.float64), some_settings(n, vocabulary, seed, 50)
+    got = ops.sample(logits, *settings, backend="eager")
+    for token, *lane in zip(got.tolist(), logits.tolist(), *(t.tolist() for t in settings)):
+        assert token in plain_choices(*lane)
+
+
+# Triton's is eager's
+not_eager_on_a_cpu = pytest.mark.parametrize(
+    ("device", "backend"), [t for t in s.targets("sample").args[1] if t[0] != "cpu" or t[1] == "cuda"],
+    ids=lambda name: name,
+)  # fmt: skip
+
+
 def check(device, backend, logits, settings):
     """The same tokens as eager chooses on the CPU."""
     got = ops.sample(logits.to(device), *(t.to(device) for t in settings), backend=backend)
     assert torch.equal(got.cpu(), ops.sample(logits, *settings, backend="eager"))
 
 
-KINDS = ["normal", "tied", "special", "scattered"]
-
-
-@s.targets("sample")
+@not_eager_on_a_cpu
 @given(
     n=st.integers(0, 4), vocabulary=st.sampled_from([1, 2, 7, 8, 50, 97, 1000, 3001]), seed=s.seeds, dtype=s.dtypes,
     kind=st.sampled_from(KINDS), strided=st.booleans(), offset=st.integers(0, 3),
@@ -193,7 +240,7 @@ def test_equals_eager(device, backend, n, vocabulary, seed, dtype, kind, strided
     check(device, backend, view, some_settings(n, vocabulary, seed))
 
 
-@s.targets("sample")
+@not_eager_on_a_cpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, *s.HALVES])
 def test_large_vocabularies(device, backend, dtype, kind):
@@ -202,12 +249,10 @@ def test_large_vocabularies(device, backend, dtype, kind):
         check(device, backend, some_logits(kind, (4, vocabulary), 3, dtype), some_settings(4, vocabulary, vocabulary))
 
 
-@s.targets("sample")
+@s.kernels("sample", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, *s.HALVES])
 def test_without_room(monkeypatch, device, backend, dtype):
     """In shared memory: for no logits and no counts; for the list of keys alone; for the counts of a few."""
-    if backend != "cuda":
-        pytest.skip("only kernels use it")
     from mor_kernels.ops.sample import cuda
 
     for most in (0, 2**15, 2**15 + 2**8):
@@ -216,7 +261,7 @@ def test_without_room(monkeypatch, device, backend, dtype):
             check(device, backend, some_logits(kind, (3, 500), most, dtype), some_settings(3, 500, most))
 
 
-@s.targets("sample")
+@not_eager_on_a_cpu
 @pytest.mark.parametrize("dtype", s.HALVES)
 def test_every_number_of_16_bits(device, backend, dtype):
     """But the infinities: more distinct logits than the kernel lists."""
