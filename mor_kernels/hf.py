@@ -34,7 +34,7 @@ from .decode import Engine, SamplingParams
 from .files import read_json
 from .model import MoR
 from .model import MoRConfig as Config
-from .model.config import _fail
+from .model.config import fail
 from .model.convert import join, read_dense, separate
 from .model.hugging_face import MODEL_TYPE, describe, write_loader
 
@@ -215,16 +215,16 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
                    "output_hidden_states": output_hidden_states}  # fmt: skip
         for name, value in refused.items():
             if value is not None and value is not False:
-                _fail(name, f"None, since {_REFUSED[name]}", value if value is True else type(value).__name__)
+                fail(name, f"None, since {_REFUSED[name]}", value if value is True else type(value).__name__)
         if input_ids is None:
-            _fail("input_ids", "token ids of shape (B, T)", None)
+            fail("input_ids", "token ids of shape (B, T)", None)
         targets = None
         if labels is not None:
             targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         ks = None
         if self.training and _needs_callback(self.model.config):
             if self.optimizer_step is None:
-                _fail("optimizer_step", "that MoRCallback() is among Trainer's callbacks, or sets it, since "
+                fail("optimizer_step", "that MoRCallback() is among Trainer's callbacks, or sets it, since "
                       "cap_warmup_steps or balance='loss_free' depend on optimizer steps", None)  # fmt: skip
             if self.model.config.router == "expert_choice" and mode != "threshold":
                 ks = self.model.kept(input_ids.shape[1], self.optimizer_step)
@@ -276,7 +276,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             config, kwargs = _read(MoRConfig, config or folder, "config.json", return_unused_kwargs=True, **kwargs)
         for name, value in kwargs.items():
             if value is not None and name not in _WITHOUT_EFFECT and not name.startswith("_"):
-                _fail(name, "an argument that loads this model in another way, or a field of its configuration", value)
+                fail(name, "an argument that loads this model in another way, or a field of its configuration", value)
         state = read_dense(folder)
         MoR.check_state(config.to_mor(), state, folder)
         model = cls(config, *args)
@@ -329,40 +329,40 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         own_length = kwargs.get("max_length") is not None or any(n not in (None, 20) for n in given)
         input_ids, mask = extra.pop("input_ids", None), extra.pop("attention_mask", None)
         if inputs is not None and input_ids is not None:
-            _fail("input_ids", "None beside inputs", "both")
+            fail("input_ids", "None beside inputs", "both")
         input_ids = inputs if input_ids is None else input_ids
         if logits_processor:
-            _fail("logits_processor", "none", [type(p).__name__ for p in logits_processor])
+            fail("logits_processor", "none", [type(p).__name__ for p in logits_processor])
         for name, value in extra.items():
             if value is not None and value is not False:
-                _fail(name, "nothing, since generate() has no such argument here", value)
+                fail(name, "nothing, since generate() has no such argument here", value)
         drawn, choices = self._sampling(config), config.num_return_sequences or 1
         stops = config.eos_token_id
         stops = [] if stops is None else [int(stop) for stop in torch.as_tensor(stops).flatten()]
         if input_ids is None:
             if config.bos_token_id is None:
-                _fail("input_ids", "tokens of shape (B, T), since no bos_token_id is known", None)
+                fail("input_ids", "tokens of shape (B, T), since no bos_token_id is known", None)
             input_ids = torch.full((1, 1), config.bos_token_id, device=self.device)
         if input_ids.dim() != 2:
-            _fail("input_ids", "shape (B, T)", tuple(input_ids.shape))
+            fail("input_ids", "shape (B, T)", tuple(input_ids.shape))
         pad = config.pad_token_id
         if mask is None:
             padded = pad is not None and pad not in stops
             mask = input_ids != pad if padded else torch.ones_like(input_ids, dtype=torch.bool)
         if mask.shape != input_ids.shape:
-            _fail("attention_mask", f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(mask.shape))
+            fail("attention_mask", f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(mask.shape))
         length = input_ids.shape[1]
         limit = config.max_new_tokens
         if limit is None:
             limit = config.max_length - length if own_length else config.max_length
         if limit < 1:
-            _fail("max_length", f"more than the {length} tokens of the prompt", config.max_length)
+            fail("max_length", f"more than the {length} tokens of the prompt", config.max_length)
         words = config.stop_strings
         words = [words] if isinstance(words, str) else list(words or ())
         if words and tokenizer is None:
-            _fail("tokenizer", "one, for stop_strings", None)
+            fail("tokenizer", "one, for stop_strings", None)
         if streamer is not None and len(input_ids) * choices != 1:
-            _fail("streamer", "one row", len(input_ids) * choices)
+            fail("streamer", "one row", len(input_ids) * choices)
 
         input_ids, mask = (t.repeat_interleave(choices, 0) for t in (input_ids, mask.bool()))
         prompts = [ids[real].tolist() for ids, real in zip(input_ids.cpu(), mask.cpu())]
@@ -390,12 +390,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
                 continue
             neutral = (None, defaults.get(name), *_NEUTRAL.get(name, (False,)))
             if value not in neutral:
-                _fail(name, f"{defaults.get(name)!r}, since generate() doesn't follow this field", repr(value))
+                fail(name, f"{defaults.get(name)!r}, since generate() doesn't follow this field", repr(value))
         if not config.do_sample:
             return {"temperature": 0.0}
         temperature = 1.0 if config.temperature is None else config.temperature
         if not temperature > 0:
-            _fail("temperature", "a number > 0 where do_sample=True", temperature)
+            fail("temperature", "a number > 0 where do_sample=True", temperature)
         chosen = {"top_k": config.top_k or 0, "top_p": config.top_p, "min_p": config.min_p}
         return {"temperature": float(temperature), **{n: v for n, v in chosen.items() if v is not None}}
 
@@ -514,7 +514,7 @@ def _one_device(device_map) -> torch.device | None:
     if isinstance(device_map, dict):
         devices = set(device_map.values())
         if len(devices) != 1:
-            _fail("device_map", "one device for all of the model", device_map)
+            fail("device_map", "one device for all of the model", device_map)
         [device_map] = devices
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

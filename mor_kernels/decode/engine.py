@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..files import told
+from ..files import as_value_error
 from ..model import MoR
 from ..ops.advance._fields import NOTHING
 from .cache import KVCache, PagePool
@@ -321,7 +321,7 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a string")
-            with told("prompt: expected a text that the tokenizer can encode, got"):
+            with as_value_error("prompt: expected a text that the tokenizer can encode, got"):
                 encoded = self.tokenizer.encode(prompt)
             ids = getattr(encoded, "ids", encoded)
         try:

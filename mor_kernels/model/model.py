@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from ..files import read_weights, write_atomic
+from ..files import read_weights, replacing, write_json
 from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
 from .authors import authors_config, authors_to_state
-from .config import MoRConfig, _fail
+from .config import MoRConfig, fail
 from .convert import dense_origins, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
@@ -314,19 +312,19 @@ class MoR(nn.Module):
         integers = (torch.int64, torch.int32)
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
             got = getattr(input_ids, "dtype", type(input_ids).__name__)
-            _fail(
+            fail(
                 "input_ids",
                 "int64 or int32 of shape (B, T)",
                 f"{got} of shape {tuple(getattr(input_ids, 'shape', ()))}",
             )
         if input_ids.shape[1] > self.config.max_position_embeddings:
-            _fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
+            fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
         for name, value in (("targets", targets), ("attention_mask", attention_mask)):
             if value is not None and (not isinstance(value, Tensor) or value.shape != input_ids.shape):
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                _fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
+                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
         if targets is not None and targets.dtype != torch.int64:
-            _fail("targets", "int64", targets.dtype)
+            fail("targets", "int64", targets.dtype)
         known = f"ids from 0 to {self.config.vocab_size - 1}, below vocab_size"
         for name, ids, expected in (("input_ids", input_ids, known), ("targets", targets, f"-100 or {known}")):
             # where looking at values waits for nothing
@@ -334,9 +332,9 @@ class MoR(nn.Module):
                 wrong = (ids < 0) | (ids >= self.config.vocab_size)
                 wrong = wrong & (ids != -100) if name == "targets" else wrong
                 if wrong.any():
-                    _fail(name, expected, int(ids[wrong][0]))
+                    fail(name, expected, int(ids[wrong][0]))
         if mode not in ("topk", "threshold"):
-            _fail("mode", "'topk' or 'threshold'", repr(mode))
+            fail("mode", "'topk' or 'threshold'", repr(mode))
         recursions, length = self.config.num_recursions, input_ids.shape[1]
 
         def falling(numbers: Sequence[int], most: int) -> bool:
@@ -346,12 +344,12 @@ class MoR(nn.Module):
             return whole and all(a >= b for a, b in zip((most, *numbers), numbers))
 
         if ks is not None and self.config.router == "expert_choice" and not (falling(ks, length) and ks[0] == length):
-            _fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
+            fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
         if bounds is not None:
             if self.config.router != "token_choice":
-                _fail("bounds", "none but for token_choice", bounds)
+                fail("bounds", "none but for token_choice", bounds)
             if not falling(bounds, input_ids.numel()):
-                _fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
+                fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
 
     def _key_values(self, kind: type[Layout], before: Layout | None, **layout: Any) -> Layout:
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
@@ -593,12 +591,9 @@ class MoR(nn.Module):
         os.makedirs(directory, exist_ok=True)
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
         state = separate(self.state_dict() if state is None else state, self.config)
-        with contextlib.suppress(FileNotFoundError):  # it may be a link to another file
-            os.unlink(weights + ".tmp")
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights + ".tmp", {"format": "pt"})
-        os.replace(weights + ".tmp", weights)
-        text = json.dumps({**describe(), **self.config.to_dict()}, indent=2)
-        write_atomic(config, lambda file: file.write(text.encode()))
+        with replacing(weights) as aside:
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside, {"format": "pt"})
+        write_json(config, {**describe(), **self.config.to_dict()})
         write_loader(directory)
 
     @classmethod

@@ -18,8 +18,18 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ..files import OtherVersion, check_version, has_form, read_json, told, write_atomic
-from .checkpoint import file_hash
+from ..files import (
+    TEMPORARY,
+    OtherVersion,
+    as_value_error,
+    check_version,
+    file_hash,
+    has_form,
+    read_json,
+    write_atomic,
+    write_json,
+    write_text,
+)
 
 SEPARATOR = "<|endoftext|>"
 _OTHER_SEPARATORS = ("<|end_of_text|>", "</s>", "<eos>")  # in tokenizers that other models brought along
@@ -181,7 +191,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found, expected a tokenizer's file")
-    with told(f"{path}: not a tokenizer.json that the package `tokenizers` can read"):
+    with as_value_error(f"{path}: not a tokenizer.json that the package `tokenizers` can read"):
         text = path.read_text(encoding="utf-8")
         json.loads(text, object_hook=_check_merges)
         tokenizer = Tokenizer.from_str(text)
@@ -206,7 +216,8 @@ def _check_merges(found: dict[str, Any]) -> dict[str, Any]:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text, without those that a tokenizer would put around it."""
-    with told("tokenizer: expected one that can encode the text, got"):  # as when none is for what it doesn't know
+    # it can't where it knows no token for what it doesn't know
+    with as_value_error("tokenizer: expected one that can encode the text, got"):
         return tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -244,13 +255,12 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
     if (directory / "meta.json").exists():
         raise FileExistsError(f"{directory}: holds prepared tokens already; open them with Tokens(), or remove it")
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in [*directory.glob("tokens-*.npy"), *directory.glob(".tmp-*")]:
+    for leftover in [*directory.glob("tokens-*.npy"), *directory.glob(f"{TEMPORARY}*")]:
         leftover.unlink()
 
     saved = directory / "tokenizer.json"
     if tokenizer is None:
-        text = train_tokenizer(source, vocab_size).to_str()
-        write_atomic(saved, lambda file: file.write(text.encode()))
+        write_text(saved, train_tokenizer(source, vocab_size).to_str())
     else:
         load_tokenizer(tokenizer)
         content = Path(tokenizer).read_bytes()
@@ -289,7 +299,7 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
             "source": str(source) if isinstance(source, (str, Path)) else [str(part) for part in source],
             "max_tokens": max_tokens,
             "given_tokenizer_sha256": None if tokenizer is None else digest, "shards": shards}
-    write_atomic(directory / "meta.json", lambda file: file.write(json.dumps(meta, indent=1).encode()))
+    write_json(directory / "meta.json", meta)
     return Tokens(directory)
 
 
@@ -299,7 +309,7 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, separator: int) -> Itera
 
     def encoded() -> np.ndarray:
         ids: list[int] = []
-        with told("tokenizer: expected one that can encode the source, got"):
+        with as_value_error("tokenizer: expected one that can encode the source, got"):
             encodings = tokenizer.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
         for (_, last), encoding in zip(pieces, encodings):
             ids += encoding.ids
