@@ -100,7 +100,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "run.json; those of the command line come first")  # fmt: skip
     add(
         "--preset",
-        choices=["demo", "135M", "360M", "730M", "1.7B"],
+        choices=["demo", "135M", "360M", "730M", "1.7B"],  # PRESETS, to be had without PyTorch
         help="a tiny demo, or a size of the paper (dense unless --model says router=...)",
     )
     add("--source", action="append", metavar="TEXT", help="file or folder of text, python-docs (default: the English "

@@ -21,8 +21,8 @@ from .model import MoR, MoRConfig
 from .model.authors import is_authors
 from .model.convert import is_foreign
 from .train import latest, load_tokenizer
-from .train.data import documents, encode, needed_vocab_size, separator_id
 from .train.loop import find_device
+from .train.text import documents, encode, needed_vocab_size, separator_id
 
 
 def _load(options: Namespace) -> tuple[MoR, Tokenizer]:

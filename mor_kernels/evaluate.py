@@ -22,7 +22,7 @@ from tqdm import tqdm
 from .decode.sampler import LOGITS_AT_ONCE
 from .model import MoR
 from .ops._numeric import wide
-from .train.data import encode, separator_id
+from .train.text import encode, separator_id
 
 LONGEST_LINE = 1 << 24  # characters
 LINE = '{"choices": [[context, continuation], ...], "gold": index}'
@@ -122,7 +122,7 @@ def text_loss(
     """The loss of documents, each read alone, after the token that separates documents.
 
     Args:
-        documents: texts, as from :func:`mor_kernels.train.data.documents`.
+        documents: texts, as from :func:`mor_kernels.train.text.documents`.
         window: tokens that the model reads at a time; by default its ``max_position_embeddings``.
         stride: tokens by which the window moves on, each token being predicted once. The default is the window itself:
             blocks, the first tokens of which have little context. Less gives each token at least window - stride

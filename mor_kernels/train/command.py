@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from ..model.config import CHOICES, SIZES
 from ..model.convert import dense_config, read_dense
 from ..model.hugging_face import write_tokenizer
 from .config import TrainConfig
-from .data import Tokens, documents, load_tokenizer, prepare, separator_id
+from .data import Tokens, prepare
 from .loop import Trainer, find_device, processes
 from .metrics import read_metrics
+from .text import documents, load_tokenizer, separator_id
 
 # A tiny model that learns the language reference of Python in about two minutes on two cores.
 DEMO_MODEL = {
@@ -50,7 +50,7 @@ RUN_FILES = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclasses.dataclass
 class Run:
     """What a run is asked to be."""
 
@@ -78,7 +78,7 @@ def train(options: argparse.Namespace) -> int:
             run.tokenizer = Path(run.init) / "tokenizer.json"
             if not run.tokenizer.exists():
                 raise ValueError(f"--tokenizer: expected that of {run.init}, which has no tokenizer.json, got none")
-    MoRConfig(**run.fields), TrainConfig(data="", out="", **run.settings)
+    MoRConfig(**run.fields), TrainConfig(data="", out="", **run.settings)  # for their checks
     device = run.settings.get("device", "auto")
     find_device(device)
 

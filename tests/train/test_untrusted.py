@@ -37,8 +37,8 @@ from mor_kernels.train import (
     train_tokenizer,
 )
 from mor_kernels.train.command import read_config
-from mor_kernels.train.data import documents
 from mor_kernels.train.metrics import read_metrics
+from mor_kernels.train.text import documents
 
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": True,
          **{name: size for name, size in SMALL.items() if name != "num_recursions"}}  # fmt: skip
