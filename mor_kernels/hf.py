@@ -325,8 +325,6 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             it included, then ``pad_token_id``. Sampling is seeded by torch's generator on the CPU.
         """
         config, extra = self._prepare_generation_config(generation_config, **kwargs)
-        given = [c.max_length for c in (generation_config, self.generation_config) if c is not None]
-        own_length = kwargs.get("max_length") is not None or any(n not in (None, 20) for n in given)
         input_ids, mask = extra.pop("input_ids", None), extra.pop("attention_mask", None)
         if inputs is not None and input_ids is not None:
             fail("input_ids", "None beside inputs", "both")
@@ -339,24 +337,15 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         drawn, choices = self._sampling(config), config.num_return_sequences or 1
         stops = config.eos_token_id
         stops = [] if stops is None else [int(stop) for stop in torch.as_tensor(stops).flatten()]
-        if input_ids is None:
-            if config.bos_token_id is None:
-                fail("input_ids", "tokens of shape (B, T), since no bos_token_id is known", None)
-            input_ids = torch.full((1, 1), config.bos_token_id, device=self.device)
-        if input_ids.dim() != 2:
-            fail("input_ids", "shape (B, T)", tuple(input_ids.shape))
-        pad = config.pad_token_id
-        if mask is None:
-            padded = pad is not None and pad not in stops
-            mask = input_ids != pad if padded else torch.ones_like(input_ids, dtype=torch.bool)
-        if mask.shape != input_ids.shape:
-            fail("attention_mask", f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(mask.shape))
-        length = input_ids.shape[1]
+        input_ids, mask = self._real_tokens(input_ids, mask, config, stops)
         limit = config.max_new_tokens
         if limit is None:
-            limit = config.max_length - length if own_length else config.max_length
+            # transformers' default, 20, is of new tokens; a length that somebody chose has the prompt's within it
+            lengths = [c.max_length for c in (generation_config, self.generation_config) if c is not None]
+            chosen = kwargs.get("max_length") is not None or any(length not in (None, 20) for length in lengths)
+            limit = config.max_length - input_ids.shape[1] * chosen
         if limit < 1:
-            fail("max_length", f"more than the {length} tokens of the prompt", config.max_length)
+            fail("max_length", f"more than the {input_ids.shape[1]} tokens of the prompt", config.max_length)
         words = config.stop_strings
         words = [words] if isinstance(words, str) else list(words or ())
         if words and tokenizer is None:
@@ -369,6 +358,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         params = SamplingParams(max_tokens=limit, stop_token_ids=stops, stop=words, **drawn)
         engine = self._engine_for(len(prompts))
         engine.tokenizer, engine.bos_token_id = tokenizer if words else None, config.bos_token_id
+        pad = config.pad_token_id
         pad = pad if pad is not None else stops[0] if stops else 0
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -380,6 +370,24 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
         if config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
+
+    def _real_tokens(
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, config: GenerationConfig, stops: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts (B, T), and which of their tokens are no padding."""
+        if input_ids is None:
+            if config.bos_token_id is None:
+                fail("input_ids", "tokens of shape (B, T), since no bos_token_id is known", None)
+            input_ids = torch.full((1, 1), config.bos_token_id, device=self.device)
+        if input_ids.dim() != 2:
+            fail("input_ids", "shape (B, T)", tuple(input_ids.shape))
+        if mask is None:
+            pad = config.pad_token_id
+            padded = pad is not None and pad not in stops
+            mask = input_ids != pad if padded else torch.ones_like(input_ids, dtype=torch.bool)
+        if mask.shape != input_ids.shape:
+            fail("attention_mask", f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(mask.shape))
+        return input_ids, mask
 
     @staticmethod
     def _sampling(config: GenerationConfig) -> dict:

@@ -129,21 +129,7 @@ class MoRConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 fail(name, "one of " + ", ".join(allowed), repr(getattr(self, name)))
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.type.split(" ")[0]
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if kind == "bool" and not isinstance(value, bool):
-                fail(field.name, "True or False", repr(value))
-            if kind == "int" and not (value is None and "None" in field.type):
-                least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
-                most = DEEPEST if field.name == "num_hidden_layers" else LARGEST
-                if not whole or value < least:
-                    fail(field.name, f"an integer of at least {least}", repr(value))
-                if value > most:
-                    fail(field.name, f"an integer of at most {most}", repr(value))
-            if kind == "float" and not (value is None and "None" in field.type):
-                if not (whole or isinstance(value, float)) or not abs(value) <= sys.float_info.max:
-                    fail(field.name, "a number", repr(value))
+        self._check_types()
         if self.num_attention_heads % self.num_key_value_heads:
             fail("num_key_value_heads", f"a divisor of num_attention_heads {self.num_attention_heads}",
                   self.num_key_value_heads)  # fmt: skip
@@ -172,6 +158,24 @@ class MoRConfig:
                 fail("capacities", "a number for each recursion", repr(capacities))
             object.__setattr__(self, "capacities", tuple(capacities))
             self._check_capacities(tuple(capacities))
+
+    def _check_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type.split(" ")[0]
+            if value is None and "None" in field.type:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if kind == "bool" and not isinstance(value, bool):
+                fail(field.name, "True or False", repr(value))
+            if kind == "int":
+                least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
+                most = DEEPEST if field.name == "num_hidden_layers" else LARGEST
+                if not whole or value < least:
+                    fail(field.name, f"an integer of at least {least}", repr(value))
+                if value > most:
+                    fail(field.name, f"an integer of at most {most}", repr(value))
+            if kind == "float" and not ((whole or isinstance(value, float)) and abs(value) <= sys.float_info.max):
+                fail(field.name, "a number", repr(value))
 
     def _check_depth(self) -> None:
         own = 2 if self.sharing.startswith("middle") else 0

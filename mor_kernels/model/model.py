@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # depths, losses and metrics, as in MoROutput
 Routing = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 Layout = TypeVar("Layout", BatchedKeyValues, PackedKeyValues)
+Part = TypeVar("Part")
+Mixed = TypeVar("Mixed")
 
 
 class MoROutput(NamedTuple):
@@ -48,6 +50,16 @@ class MoROutput(NamedTuple):
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:
     return sum(terms)  # type: ignore[return-value]  # of at least one
+
+
+def _own(
+    parts: list[list[Part]], slot: int, recursion: int | Tensor, mixed: Callable[[list[Part], Tensor], Mixed]
+) -> Part | Mixed | None:
+    """What a recursion has of its own for a layer's slot, ``mixed`` for tokens at different ones; None if there are no
+    such parts."""
+    if not len(parts):
+        return None
+    return mixed([own[slot] for own in parts], recursion) if isinstance(recursion, Tensor) else parts[recursion][slot]
 
 
 class MoR(nn.Module):
@@ -123,36 +135,30 @@ class MoR(nn.Module):
             attend: attend(slot, project, heads, positions, theta), see layers.py and keys_values.py.
         """
         add: Tensor | None = None
-        layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
-        for slot, index in enumerate(layers):
-            adapter = norms = None
-            if len(self.norms):
-                norms = (
-                    mixed_norms([each[slot] for each in self.norms], recursion)
-                    if isinstance(recursion, Tensor)
-                    else self.norms[recursion][slot]
-                )
-            if len(self.lora):
-                adapter = (
-                    mixed_adapter([adapters[slot] for adapters in self.lora], recursion)
-                    if isinstance(recursion, Tensor)
-                    else self.lora[recursion][slot]
-                )
+        for slot, index in enumerate(self._layers_at(recursion)):
+            adapter = _own(self.lora, slot, recursion, mixed_adapter)
+            norms = _own(self.norms, slot, recursion, mixed_norms)
             x, add = self._layer(index, x, add, positions, functools.partial(attend, slot), adapter, norms)
-        x = x if add is None else x + add
-        return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
+        return self._encoded(x if add is None else x + add, recursion)
 
     def serve(self, x: Tensor, recursion: int | Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters or
         norms of their own, plan.serve, see Layer.serve in layers.py."""
         if len(self.lora) or len(self.norms) or not is_fused(x):
             return self.block(x, recursion, positions, plan.attend)
-        layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
+        layers = self._layers_at(recursion)
         norms = [self.layers[index].input_layernorm for index in layers[1:]] + [None]
         normed = None
         for slot, (index, norm) in enumerate(zip(layers, norms)):
             attend = functools.partial(plan.serve, slot)
             x, normed = self.layers[index].serve(x, normed, positions, attend, norm)
+        return self._encoded(x, recursion)
+
+    def _layers_at(self, recursion: int | Tensor) -> tuple[int, ...]:
+        return self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
+
+    def _encoded(self, x: Tensor, recursion: int | Tensor) -> Tensor:
+        """What a recursion put out, times its learned encoding, if there are such."""
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
     def serve_first(self, x: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
