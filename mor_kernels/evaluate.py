@@ -19,11 +19,11 @@ import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from .decode.sampler import LOGITS_AT_ONCE
 from .model import MoR
 from .ops._numeric import wide
-from .train.data import encode, separator_id
+from .train.text import encode, separator_id
 
-_CHUNK = 1 << 24  # logits brought to fp32 together
 LONGEST_LINE = 1 << 24  # characters
 LINE = '{"choices": [[context, continuation], ...], "gold": index}'
 
@@ -104,7 +104,7 @@ def _score_batch(model: MoR, rows: list[Request], mode: str, device: torch.devic
     assert output.logits is not None  # which are asked for by default
     logits = output.logits.flatten(0, 1)
     likelihoods, hits = [], []
-    for place, token in zip(*(t.split(max(1, _CHUNK // logits.shape[1])) for t in (places, wanted))):
+    for place, token in zip(*(t.split(max(1, LOGITS_AT_ONCE // logits.shape[1])) for t in (places, wanted))):
         chunk = logits[place].to(wide(logits.dtype))
         likelihoods.append(chunk.gather(1, token[:, None])[:, 0] - chunk.logsumexp(1))
         hits.append(chunk.argmax(1) == token)
@@ -122,7 +122,7 @@ def text_loss(
     """The loss of documents, each read alone, after the token that separates documents.
 
     Args:
-        documents: texts, as from :func:`mor_kernels.train.data.documents`.
+        documents: texts, as from :func:`mor_kernels.train.text.documents`.
         window: tokens that the model reads at a time; by default its ``max_position_embeddings``.
         stride: tokens by which the window moves on, each token being predicted once. The default is the window itself:
             blocks, the first tokens of which have little context. Less gives each token at least window - stride
@@ -182,21 +182,24 @@ def read_task(path: str | Path, limit: int | None = None) -> list[dict[str, Any]
             if not line.strip():
                 continue
             try:
-                example = json.loads(line)
-                choices, gold = example["choices"], example.get("gold")
-                pairs = [(context, continuation) for context, continuation in choices]
-                good = pairs and all(isinstance(part, str) for pair in pairs for part in pair)
-                "".join(part for pair in pairs for part in pair).encode()  # half a surrogate pair is no text
-                good = good and all(continuation.strip() for _, continuation in pairs)
-                good = good and (len(pairs) == 1 or type(gold) is int and 0 <= gold < len(pairs))
+                examples.append(json.loads(line))
+                good = _is_example(examples[-1])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 good = False
             if not good:
                 raise ValueError(f"{path}:{number}: expected {LINE}, got {line.strip()[:80]}")
-            examples.append(example)
     if not examples:
         raise ValueError(f"{path}: expected lines {LINE}, found none")
     return examples
+
+
+def _is_example(value: Any) -> bool:
+    """Whether it is as :func:`read_task` says; what isn't may also raise an error of several types."""
+    choices, gold = value["choices"], value.get("gold")
+    pairs = [(context, continuation) for context, continuation in choices]
+    "".join(part for pair in pairs for part in pair).encode()  # of strings, and half a surrogate pair is no text
+    good = bool(pairs) and all(continuation.strip() for _, continuation in pairs)
+    return good and (len(pairs) == 1 or type(gold) is int and 0 <= gold < len(pairs))
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -1,8 +1,10 @@
-"""Files that the library reads, whoever wrote them: nothing in them is run, and what is wrong is a ValueError."""
+"""Files that the library reads, whoever wrote them: nothing in them is run, and what is wrong is a ValueError. And how
+it writes: a file is there whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors.torch import load_file
 
-TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-"  # names of what isn't whole yet begin so
 # Far above what such files have, and little enough to be read by any machine in seconds.
 LARGEST_JSON, LARGEST_HEADER = 16 << 20, 4 << 20  # bytes
 VALUES, LEVELS, DIGITS = 10**6, 100, 300  # of a JSON text; a number of more digits is none that a float could be
@@ -101,7 +103,7 @@ def has_form(value: Any, form: Any) -> bool:
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
+def as_value_error(what: str) -> Iterator[None]:
     """Whatever is raised within becomes a ValueError that begins with ``what``: packages written in Rust raise bare
     Exceptions, and where they panic what isn't one, of a class that can't be imported."""
     try:
@@ -121,7 +123,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if header > LARGEST_HEADER:
         most = f"with a header of at most {LARGEST_HEADER} bytes"
         raise ValueError(f"{path}: expected a safetensors file {most}, got one of {header}")
-    with told(f"{path}: expected a safetensors file, got a corrupt one"):  # or whatever a shape makes torch raise
+    # a shape may make torch raise whatever it likes
+    with as_value_error(f"{path}: expected a safetensors file, got a corrupt one"):
         return load_file(path)
 
 
@@ -134,17 +137,41 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_atomic(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls `write(file)` on a temporary file beside `path`, flushes it to disk and renames it to `path`."""
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A name beside `path` to write a file by; at the end that is flushed to disk and renamed to `path`."""
     path = Path(path)
     aside = path.with_name(f"{TEMPORARY}{path.name}")
     aside.unlink(missing_ok=True)  # it may be a link to another file
-    with open(aside, "xb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+    yield aside
+    sync(aside)
     os.replace(aside, path)
     sync(path.parent)
+
+
+def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+    """Calls `write(file)` for what `path` is to be, see :func:`replacing`."""
+    with replacing(path) as aside, open(aside, "xb") as file:
+        write(file)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """:func:`write_atomic` of a text, as UTF-8."""
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """:func:`write_text` of a value as JSON, made to be read by people as well."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -34,7 +34,7 @@ from .decode import Engine, SamplingParams
 from .files import read_json
 from .model import MoR
 from .model import MoRConfig as Config
-from .model.config import _fail
+from .model.config import fail
 from .model.convert import join, read_dense, separate
 from .model.hugging_face import MODEL_TYPE, describe, write_loader
 
@@ -215,16 +215,16 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
                    "output_hidden_states": output_hidden_states}  # fmt: skip
         for name, value in refused.items():
             if value is not None and value is not False:
-                _fail(name, f"None, since {_REFUSED[name]}", value if value is True else type(value).__name__)
+                fail(name, f"None, since {_REFUSED[name]}", value if value is True else type(value).__name__)
         if input_ids is None:
-            _fail("input_ids", "token ids of shape (B, T)", None)
+            fail("input_ids", "token ids of shape (B, T)", None)
         targets = None
         if labels is not None:
             targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         ks = None
         if self.training and _needs_callback(self.model.config):
             if self.optimizer_step is None:
-                _fail("optimizer_step", "that MoRCallback() is among Trainer's callbacks, or sets it, since "
+                fail("optimizer_step", "that MoRCallback() is among Trainer's callbacks, or sets it, since "
                       "cap_warmup_steps or balance='loss_free' depend on optimizer steps", None)  # fmt: skip
             if self.model.config.router == "expert_choice" and mode != "threshold":
                 ks = self.model.kept(input_ids.shape[1], self.optimizer_step)
@@ -276,7 +276,7 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             config, kwargs = _read(MoRConfig, config or folder, "config.json", return_unused_kwargs=True, **kwargs)
         for name, value in kwargs.items():
             if value is not None and name not in _WITHOUT_EFFECT and not name.startswith("_"):
-                _fail(name, "an argument that loads this model in another way, or a field of its configuration", value)
+                fail(name, "an argument that loads this model in another way, or a field of its configuration", value)
         state = read_dense(folder)
         MoR.check_state(config.to_mor(), state, folder)
         model = cls(config, *args)
@@ -325,50 +325,40 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             it included, then ``pad_token_id``. Sampling is seeded by torch's generator on the CPU.
         """
         config, extra = self._prepare_generation_config(generation_config, **kwargs)
-        given = [c.max_length for c in (generation_config, self.generation_config) if c is not None]
-        own_length = kwargs.get("max_length") is not None or any(n not in (None, 20) for n in given)
         input_ids, mask = extra.pop("input_ids", None), extra.pop("attention_mask", None)
         if inputs is not None and input_ids is not None:
-            _fail("input_ids", "None beside inputs", "both")
+            fail("input_ids", "None beside inputs", "both")
         input_ids = inputs if input_ids is None else input_ids
         if logits_processor:
-            _fail("logits_processor", "none", [type(p).__name__ for p in logits_processor])
+            fail("logits_processor", "none", [type(p).__name__ for p in logits_processor])
         for name, value in extra.items():
             if value is not None and value is not False:
-                _fail(name, "nothing, since generate() has no such argument here", value)
+                fail(name, "nothing, since generate() has no such argument here", value)
         drawn, choices = self._sampling(config), config.num_return_sequences or 1
         stops = config.eos_token_id
         stops = [] if stops is None else [int(stop) for stop in torch.as_tensor(stops).flatten()]
-        if input_ids is None:
-            if config.bos_token_id is None:
-                _fail("input_ids", "tokens of shape (B, T), since no bos_token_id is known", None)
-            input_ids = torch.full((1, 1), config.bos_token_id, device=self.device)
-        if input_ids.dim() != 2:
-            _fail("input_ids", "shape (B, T)", tuple(input_ids.shape))
-        pad = config.pad_token_id
-        if mask is None:
-            padded = pad is not None and pad not in stops
-            mask = input_ids != pad if padded else torch.ones_like(input_ids, dtype=torch.bool)
-        if mask.shape != input_ids.shape:
-            _fail("attention_mask", f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(mask.shape))
-        length = input_ids.shape[1]
+        input_ids, mask = self._real_tokens(input_ids, mask, config, stops)
         limit = config.max_new_tokens
         if limit is None:
-            limit = config.max_length - length if own_length else config.max_length
+            # transformers' default, 20, is of new tokens; a length that somebody chose has the prompt's within it
+            lengths = [c.max_length for c in (generation_config, self.generation_config) if c is not None]
+            chosen = kwargs.get("max_length") is not None or any(length not in (None, 20) for length in lengths)
+            limit = config.max_length - input_ids.shape[1] * chosen
         if limit < 1:
-            _fail("max_length", f"more than the {length} tokens of the prompt", config.max_length)
+            fail("max_length", f"more than the {input_ids.shape[1]} tokens of the prompt", config.max_length)
         words = config.stop_strings
         words = [words] if isinstance(words, str) else list(words or ())
         if words and tokenizer is None:
-            _fail("tokenizer", "one, for stop_strings", None)
+            fail("tokenizer", "one, for stop_strings", None)
         if streamer is not None and len(input_ids) * choices != 1:
-            _fail("streamer", "one row", len(input_ids) * choices)
+            fail("streamer", "one row", len(input_ids) * choices)
 
         input_ids, mask = (t.repeat_interleave(choices, 0) for t in (input_ids, mask.bool()))
         prompts = [ids[real].tolist() for ids, real in zip(input_ids.cpu(), mask.cpu())]
         params = SamplingParams(max_tokens=limit, stop_token_ids=stops, stop=words, **drawn)
         engine = self._engine_for(len(prompts))
         engine.tokenizer, engine.bos_token_id = tokenizer if words else None, config.bos_token_id
+        pad = config.pad_token_id
         pad = pad if pad is not None else stops[0] if stops else 0
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -381,6 +371,24 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
+    def _real_tokens(
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, config: GenerationConfig, stops: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts (B, T), and which of their tokens are no padding."""
+        if input_ids is None:
+            if config.bos_token_id is None:
+                fail("input_ids", "tokens of shape (B, T), since no bos_token_id is known", None)
+            input_ids = torch.full((1, 1), config.bos_token_id, device=self.device)
+        if input_ids.dim() != 2:
+            fail("input_ids", "shape (B, T)", tuple(input_ids.shape))
+        if mask is None:
+            pad = config.pad_token_id
+            padded = pad is not None and pad not in stops
+            mask = input_ids != pad if padded else torch.ones_like(input_ids, dtype=torch.bool)
+        if mask.shape != input_ids.shape:
+            fail("attention_mask", f"the shape of input_ids, {tuple(input_ids.shape)}", tuple(mask.shape))
+        return input_ids, mask
+
     @staticmethod
     def _sampling(config: GenerationConfig) -> dict:
         """Of SamplingParams, what says how tokens are drawn. Refuses what generate() doesn't follow."""
@@ -390,12 +398,12 @@ class MoRForCausalLM(PreTrainedModel, GenerationMixin):
                 continue
             neutral = (None, defaults.get(name), *_NEUTRAL.get(name, (False,)))
             if value not in neutral:
-                _fail(name, f"{defaults.get(name)!r}, since generate() doesn't follow this field", repr(value))
+                fail(name, f"{defaults.get(name)!r}, since generate() doesn't follow this field", repr(value))
         if not config.do_sample:
             return {"temperature": 0.0}
         temperature = 1.0 if config.temperature is None else config.temperature
         if not temperature > 0:
-            _fail("temperature", "a number > 0 where do_sample=True", temperature)
+            fail("temperature", "a number > 0 where do_sample=True", temperature)
         chosen = {"top_k": config.top_k or 0, "top_p": config.top_p, "min_p": config.min_p}
         return {"temperature": float(temperature), **{n: v for n, v in chosen.items() if v is not None}}
 
@@ -514,7 +522,7 @@ def _one_device(device_map) -> torch.device | None:
     if isinstance(device_map, dict):
         devices = set(device_map.values())
         if len(devices) != 1:
-            _fail("device_map", "one device for all of the model", device_map)
+            fail("device_map", "one device for all of the model", device_map)
         [device_map] = devices
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

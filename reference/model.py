@@ -109,7 +109,7 @@ def unroll(config: dict) -> tuple[list[int], list[list[int]], list[int]]:
     L, Nr = c["num_hidden_layers"], c["num_recursions"]
     middle = c["sharing"].startswith("middle")
     shared = L - 2 if middle else L
-    if shared < 0 or shared % Nr != 0:
+    if shared < Nr or shared % Nr != 0:
         nearest = sorted({max(1, n) * Nr + L - shared for n in (shared // Nr, shared // Nr + 1)})
         raise ValueError(
             f"num_hidden_layers: {c['sharing']} with {Nr} recursions needs a depth like {nearest}, got {L}"
@@ -348,7 +348,7 @@ class ReferenceMoR:
             if r == 0:
                 kept = candidates  # the first recursion takes every token, whatever its logit
             elif mode == "topk":
-                kept = ops.keep_best(logit_of if c["rank"] == "logit" else gate_of, ks[r])
+                kept = ops.keep_best(ops.strengths(logit_of, gate_of, c["rank"], x.dtype), ks[r])
             else:
                 # A logit, not the gate, is compared: alpha scales the gate.
                 going_on = dict(zip(candidates, (deciding > 0).tolist(), strict=True))

@@ -66,9 +66,19 @@ def gate(logit: Tensor, activation: str, alpha: float) -> Tensor:
     return torch.where(value.isnan(), 0.0, value)
 
 
-def keep_best(strengths: dict[int, Tensor], k: int) -> list[int]:
+def strengths(logits: dict[int, Tensor], gates: dict[int, Tensor], rank: str, dtype: torch.dtype) -> dict[int, Tensor]:
+    """What positions are ranked by: their logits, or for rank "score" their gates, rounded to ``dtype``. A logit that
+    is NaN stays NaN, and its gate is 0."""
+    if rank == "logit":
+        return logits
+    if rank == "score":
+        return {p: logit if logit.isnan() else gates[p].to(dtype) for p, logit in logits.items()}
+    raise ValueError(f"rank: expected logit or score, got {rank!r}")
+
+
+def keep_best(strength_of: dict[int, Tensor], k: int) -> list[int]:
     """The k positions of greatest strength, ascending. Ties go to the lower position; NaN is never kept."""
-    numbers = {position: strength.item() for position, strength in strengths.items()}
+    numbers = {position: strength.item() for position, strength in strength_of.items()}
     numbers = {position: number for position, number in numbers.items() if not math.isnan(number)}
     best_first = sorted(numbers, key=lambda position: (-numbers[position], position))
     return sorted(best_first[:k])
@@ -124,13 +134,8 @@ def route(
 
         if indices is not None:
             kept = [position for position in indices[b].tolist() if position >= 0]
-        elif rank == "logit":
-            kept = keep_best(logit_of, k)
-        elif rank == "score":
-            scores = {p: gate.to(x.dtype) if logit_of[p] == logit_of[p] else logit_of[p] for p, gate in gate_of.items()}
-            kept = keep_best(scores, k)
         else:
-            raise ValueError(f"rank: expected logit or score, got {rank!r}")
+            kept = keep_best(strengths(logit_of, gate_of, rank, x.dtype), k)
 
         counts[b] = len(kept)
         for j, position in enumerate(kept):
@@ -531,11 +536,13 @@ def router_bias_update(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     return bias + (rate * torch.sign(counts.mean() - counts)).to(bias.dtype)
 
 
-def dead_token_ratio(kept_last: Tensor) -> float:
-    """kept_last (B, N) bool: kept at the last recursion. The share of positions kept in no sequence of the batch."""
+def dead_token_ratio(kept_last: Tensor, valid: Tensor | None = None) -> float:
+    """kept_last (B, N) bool: kept at the last recursion. The share of positions kept in no sequence of the batch, of
+    those at which some sequence has a token (valid (B, N) bool, False at padding; all by default)."""
     B, N = kept_last.shape
-    dead = [t for t in range(N) if not any(kept_last[b, t] for b in range(B))]
-    return len(dead) / N
+    there = [t for t in range(N) if valid is None or any(valid[b, t] for b in range(B))]
+    dead = [t for t in there if not any(kept_last[b, t] for b in range(B))]
+    return len(dead) / max(len(there), 1)
 
 
 def sampling_accuracy(predicted: Tensor, kept: Tensor, valid: Tensor | None = None) -> float:

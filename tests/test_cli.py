@@ -18,6 +18,7 @@ from mor_kernels.__main__ import main
 from mor_kernels.decode import Engine
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.train import Tokens, load_tokenizer
+from mor_kernels.train.command import PRESETS
 
 MODEL = ["hidden_size=16", "intermediate_size=24", "num_hidden_layers=5", "num_attention_heads=2", "head_dim=8",
          "num_key_value_heads=1", "max_position_embeddings=64", "num_recursions=3", "vocab_size=300"]  # fmt: skip
@@ -57,6 +58,7 @@ def test_help_has_every_setting_with_its_default_and_what_else_it_can_be(capsys)
     printed = capsys.readouterr().out
     assert '  router="none"  (one of none, expert_choice, token_choice)\n' in printed
     assert "  clip=1.0\n" in printed and "vocab_size=49152" in printed
+    assert f"  --preset {{{','.join(PRESETS)}}}\n" in printed
     for command in ("eval", "generate", "depth", "scores", "serve"):  # a % in a help text would be a fault
         with pytest.raises(SystemExit) as error:
             main([command, "--help"])

@@ -52,7 +52,7 @@ def ragged(lengths, seed=1):
 @pytest.mark.parametrize("mode", ["threshold", "topk"])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_scores_are_the_references_alone_and_in_a_padded_batch(router, mode, monkeypatch):
-    monkeypatch.setattr(evaluate, "_CHUNK", 5 * SIZES["vocab_size"])  # several chunks of logits
+    monkeypatch.setattr(evaluate, "LOGITS_AT_ONCE", 5 * SIZES["vocab_size"])  # several chunks of logits
     model, oracle = make(router)
     requests = ragged([9, 23, 4, 17, 9, 12])
     alone = evaluate.score(model, requests, mode=mode, batch_tokens=1)

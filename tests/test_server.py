@@ -415,7 +415,7 @@ def test_arguments_and_addresses(parts, monkeypatch, capsys):
         server.bind("203.0.113.1", 0)  # an address that nobody has
     with pytest.raises(ValueError, match="--port.*got 70000"):
         server.bind("127.0.0.1", 70000)
-    monkeypatch.setattr(server._Server, "run", lambda *_, **__: None)
+    monkeypatch.setattr(server.process._Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     app = server.create_app(parts.alone, model_name="a")
 

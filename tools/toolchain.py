@@ -1,5 +1,5 @@
-"""What the CUDA kernels are built with: nvcc, CMake, Ninja and pybind11. setup.py and bootstrap.py ask here; run as a
-script, it prints what pip has to install before this interpreter can build them.
+"""What the CUDA kernels are built with: nvcc, CMake, Ninja and pybind11. setup.py, bootstrap.py and check_package.py
+ask here; run as a script, it prints what pip has to install before this interpreter can build them.
 """
 
 import os

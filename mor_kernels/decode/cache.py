@@ -259,7 +259,7 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         """num_pages for the block, end_pages for its own first and last layers."""
-        self.recursions, self.kv, self.base = config.num_recursions, config.kv, config.hybrid_base
+        self.recursions, self.kv, self.hybrid_base = config.num_recursions, config.kv, config.hybrid_base
         self.rows_each = 1 if self.kv == "shared" else self.recursions
         length = config.max_position_embeddings
         shape = (page_size, length, config.num_key_value_heads, config.head_dim, dtype, device)
@@ -389,7 +389,7 @@ class KVCache:
             _, lane = _lanes(positions, cu_seqlens)
             sequences, recursions = sequences[lane], recursions[lane]
         later, recursions = torch.arange(self.recursions, device=slots.device), recursions[:, None]
-        counts = (later == recursions) | (later > recursions) & ((recursions == 0) | (self.base == "latest"))
+        counts = (later == recursions) | (later > recursions) & ((recursions == 0) | (self.hybrid_base == "latest"))
         counts &= slots[:, None] >= 0
         place = torch.where(counts, sequences[:, None], spare), later.expand_as(counts)
         self.seen[(*place, positions[:, None].expand_as(counts))] = slots[:, None].expand_as(counts).int()

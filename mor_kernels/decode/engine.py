@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..files import told
+from ..files import as_value_error
 from ..model import MoR
 from ..ops.advance._fields import NOTHING
 from .cache import KVCache, PagePool
@@ -109,8 +109,26 @@ class _Flight:
         return self.there is None or self.there.query()
 
 
+class _Durations:
+    """How often something took how long, in bins of which each is a twentieth longer than the one before."""
+
+    SHORTEST, RATIO, BINS = 1e-6, 1.05, 400  # to more than a minute
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(self.BINS, np.int64)
+
+    def add(self, seconds: np.ndarray) -> None:
+        bins = np.log(np.maximum(seconds / self.SHORTEST, 1)) / math.log(self.RATIO)
+        np.add.at(self.counts, np.minimum(bins.astype(int), self.BINS - 1), 1)
+
+    def percentile(self, percent: float) -> float | None:
+        """Seconds, to a twentieth; None where nothing was counted."""
+        if not (total := self.counts.sum()):
+            return None
+        return self.SHORTEST * self.RATIO ** int(np.searchsorted(self.counts.cumsum(), total * percent / 100))
+
+
 _new_event = tuple.__new__  # Event's own takes twice as long
-_BINS = 400  # from a microsecond to more than a minute
 _WAITS, _FED = -1, -2
 _LATELY = 50  # ticks
 
@@ -214,7 +232,7 @@ class Engine:
         self._shown = np.full(max_sequences, np.nan)  # by slot, when the last token came out, in seconds
         self._submitted = self._generated = self._preemptions = self._ticks = self._passes = 0
         self._depths = np.zeros(self.config.num_recursions + 1, np.int64)  # tokens by their depth
-        self._intervals = np.zeros(_BINS, np.int64)  # between tokens of a request, a bin for each twentieth more
+        self._intervals = _Durations()  # between tokens of a request
         self._events: list[Event] = []  # of the step that is under way
 
     def _new_cache(self, num_pages: int | None, cache_bytes: int | None, page_size: int, dtype: torch.dtype) -> KVCache:
@@ -321,7 +339,7 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a string")
-            with told("prompt: expected a text that the tokenizer can encode, got"):
+            with as_value_error("prompt: expected a text that the tokenizer can encode, got"):
                 encoded = self.tokenizer.encode(prompt)
             ids = getattr(encoded, "ids", encoded)
         try:
@@ -432,8 +450,6 @@ class Engine:
         with self._on_device():
             self._drain()
             self._flush()
-        total = self._intervals.sum()
-        upper = {f"p{q}": int(np.searchsorted(self._intervals.cumsum(), total * q / 100)) for q in (50, 99)}
         pools = [pool for pool, _ in self._pages_for([])]
         pages = sum(pool.num_pages for pool in pools)
         return {
@@ -442,7 +458,7 @@ class Engine:
             "occupancy": self._passes / max(self._ticks * self.max_sequences, 1),
             "depth_histogram": self._depths[1:].tolist(),
             "preemptions": self._preemptions,
-            "token_seconds": {name: 1e-6 * 1.05**bin if total else None for name, bin in upper.items()},
+            "token_seconds": {f"p{percent}": self._intervals.percentile(percent) for percent in (50, 99)},
             "running": len(self.running),
             "waiting": len(self.waiting),
             "pages_in_use": pages - sum(int(pool.pages.free_count) for pool in pools),
@@ -521,7 +537,6 @@ class Engine:
 
     def _prefill(self) -> bool:
         """Launch the next tokens of the prompts, oldest first; a prompt that is complete joins the ticks."""
-
         if not self._filling:
             return False
 
@@ -683,8 +698,7 @@ class Engine:
         self._depths += np.bincount(depths, minlength=len(self._depths))
         now, before = time.perf_counter(), self._shown[slots]
         self._shown[slots] = now
-        bins = np.log(np.maximum((now - before[before == before]) * 1e6, 1)) / math.log(1.05)
-        np.add.at(self._intervals, np.minimum(bins.astype(int), _BINS - 1), 1)
+        self._intervals.add(now - before[before == before])  # a NaN has no token before
         self._by_themselves = {*slots[following < 0].tolist()}
         requests, events = self._at, self._events
         for slot, token, depth in zip(slots.tolist(), tokens.tolist(), depths.tolist()):

@@ -138,15 +138,16 @@ class Program:
             p = lane.params
             stops = (*lane.stops[:STOPS], *[-1] * (STOPS - len(lane.stops)))
             floats = struct.pack("3d", p.temperature, p.top_p, p.min_p)
-            state = (-1, lane.token, -1, -1, -1, -1, -1, lane.position, lane.end, *stops)
-            columns.append((*state, lane.seed, p.top_k, *struct.unpack("3q", floats)))
+            given = {"feed": lane.token, "position": lane.position, "end": lane.end}
+            state = (given.get(name, -1) for name in FIELDS)
+            columns.append((*state, *stops, lane.seed, p.top_k, *struct.unpack("3q", floats)))
         numbers = self.ints([*(lane.slot for lane in lanes), *(number for column in columns for number in column)])
         self.columns.index_copy_(1, numbers[: len(lanes)], numbers[len(lanes) :].view(len(lanes), -1).T)
 
     def end(self, slots: list[int]) -> None:
         """Free slots and their pages, of requests that didn't end by themselves."""
         ended = self.ints(slots)
-        self.lanes.table[:7].index_fill_(1, ended, -1)
+        self.lanes.table[: FIELDS.index("position")].index_fill_(1, ended, -1)
         self.cache.free(ended)
 
     def ints(self, values: Iterable[int]) -> Tensor:
@@ -244,7 +245,9 @@ class Program:
             self.router_versions = versions
 
     def _tick(self, n: int, leaving: int, logprobs: int | None) -> None:
-        recursion, _, row, slot, line, _, _, position, *_ = self.lanes.table[:, :n]
+        recursion, row, slot, line, position = (
+            self.lanes.row(name)[:n] for name in ("recursion", "row", "slot", "line", "position")
+        )
         seed = self.settings[0, :n]
         tokens, k_lens = self.tokens.map(lambda t: t[:n]), self.lanes.k_lens[:, :n]
         whole = self.cache.plan_pass(position, recursion, line, row, slot, k_lens[0])

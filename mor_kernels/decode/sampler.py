@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..ops._numeric import wide
 
+LOGITS_AT_ONCE = 1 << 24  # brought to fp32 together where there are many rows: 64 MB
+
 
 @dataclass(frozen=True)
 class SamplingParams:

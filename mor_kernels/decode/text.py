@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..files import told
+from ..files import as_value_error
 
 
 class Decoder(Protocol):
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
 def decode(tokenizer: Decoder, ids: list[int]) -> str:
     """The text of tokens."""
-    with told("tokenizer: expected one that can decode its tokens, got"):
+    with as_value_error("tokenizer: expected one that can decode its tokens, got"):
         return tokenizer.decode(ids)
 
 

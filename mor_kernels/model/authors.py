@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..files import check_extent, read_json, read_text
-from .config import LARGEST, MoRConfig, _fail
+from .config import LARGEST, MoRConfig, fail
 from .convert import is_foreign
 
 # Every name that their code reads. Those that only concern how a run is started, saved and shown, its data and its
@@ -196,15 +196,15 @@ class _Section:
     def __init__(self, fields: Mapping[str, Any] | None, path: str) -> None:
         self.path, self.fields = path, {} if fields is None else fields
         if not isinstance(self.fields, Mapping):
-            _fail(path or "config", "a mapping", type(fields).__name__)
+            fail(path or "config", "a mapping", type(fields).__name__)
         if unknown := sorted(map(str, self.fields.keys() - SECTIONS[path])):
-            _fail(path or "config", "names that the authors' code knows", f"also {', '.join(unknown)}")
+            fail(path or "config", "names that the authors' code knows", f"also {', '.join(unknown)}")
 
     def section(self, name: str) -> _Section:
         return _Section(self.fields.get(name), f"{self.path}.{name}".lstrip("."))
 
     def refuse(self, name: str, expected: str, got: object) -> NoReturn:
-        _fail(f"{self.path}.{name}".lstrip("."), expected, got)
+        fail(f"{self.path}.{name}".lstrip("."), expected, got)
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.fields.get(name)
@@ -240,17 +240,17 @@ def _read(
     if not isinstance(source, Mapping) and os.path.isdir(source):
         files = _yaml_files(source)
         if len(files) != 1:
-            _fail(str(source), "the one YAML file of its training configuration beside the checkpoint", f"{files}")
+            fail(str(source), "the one YAML file of its training configuration beside the checkpoint", f"{files}")
         source, dense = files[0], source if dense is None else dense
     if dense is None:
-        _fail("dense", "the config.json of the Llama", "none")
+        fail("dense", "the config.json of the Llama", "none")
     fields, file = (source, "") if isinstance(source, Mapping) else (_parse(source), os.fspath(source))
     if isinstance(dense, Mapping):
         return fields, dict(dense), file
     path = os.path.join(dense, "config.json") if os.path.isdir(dense) else dense
     found = _parse(path)
     if not isinstance(found, Mapping):
-        _fail(str(path), "the configuration of the Llama", type(found).__name__)
+        fail(str(path), "the configuration of the Llama", type(found).__name__)
     return fields, dict(found), file
 
 

@@ -128,38 +128,24 @@ class MoRConfig:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                _fail(name, "one of " + ", ".join(allowed), repr(getattr(self, name)))
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.type.split(" ")[0]
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if kind == "bool" and not isinstance(value, bool):
-                _fail(field.name, "True or False", repr(value))
-            if kind == "int" and not (value is None and "None" in field.type):
-                least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
-                most = DEEPEST if field.name == "num_hidden_layers" else LARGEST
-                if not whole or value < least:
-                    _fail(field.name, f"an integer of at least {least}", repr(value))
-                if value > most:
-                    _fail(field.name, f"an integer of at most {most}", repr(value))
-            if kind == "float" and not (value is None and "None" in field.type):
-                if not (whole or isinstance(value, float)) or not abs(value) <= sys.float_info.max:
-                    _fail(field.name, "a number", repr(value))
+                fail(name, "one of " + ", ".join(allowed), repr(getattr(self, name)))
+        self._check_types()
         if self.num_attention_heads % self.num_key_value_heads:
-            _fail("num_key_value_heads", f"a divisor of num_attention_heads {self.num_attention_heads}",
+            fail("num_key_value_heads", f"a divisor of num_attention_heads {self.num_attention_heads}",
                   self.num_key_value_heads)  # fmt: skip
         if self.head_dim % 2:
-            _fail("head_dim", "an even number", self.head_dim)
+            fail("head_dim", "an even number", self.head_dim)
         for name in ("router_temperature", "rope_theta", "rms_norm_eps"):
             if not getattr(self, name) > 0:
-                _fail(name, "a number > 0", getattr(self, name))
+                fail(name, "a number > 0", getattr(self, name))
         if self.initializer_range < 0:
-            _fail("initializer_range", "at least 0", self.initializer_range)
+            fail("initializer_range", "at least 0", self.initializer_range)
         self._check_depth()
         expert = self.router == "expert_choice"
         if self.router_activation is None:
             object.__setattr__(self, "router_activation", ACTIVATIONS[self.router][0])
         if self.router_activation not in ACTIVATIONS[self.router]:
-            _fail("router_activation", f"one of {ACTIVATIONS[self.router]} for {self.router}", self.router_activation)
+            fail("router_activation", f"one of {ACTIVATIONS[self.router]} for {self.router}", self.router_activation)
         if self.router_expansion is None and self.router_arch != "linear":
             object.__setattr__(self, "router_expansion", 1 if self.router_arch == "mlp" else 4)
         if self.alpha is None:
@@ -169,9 +155,27 @@ class MoRConfig:
             capacities = tuple((self.num_recursions - r) / self.num_recursions for r in range(self.num_recursions))
         if capacities is not None:
             if not isinstance(capacities, (list, tuple)):
-                _fail("capacities", "a number for each recursion", repr(capacities))
+                fail("capacities", "a number for each recursion", repr(capacities))
             object.__setattr__(self, "capacities", tuple(capacities))
             self._check_capacities(tuple(capacities))
+
+    def _check_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type.split(" ")[0]
+            if value is None and "None" in field.type:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if kind == "bool" and not isinstance(value, bool):
+                fail(field.name, "True or False", repr(value))
+            if kind == "int":
+                least = 0 if field.name in ("cap_warmup_steps", "lora_rank") else 1
+                most = DEEPEST if field.name == "num_hidden_layers" else LARGEST
+                if not whole or value < least:
+                    fail(field.name, f"an integer of at least {least}", repr(value))
+                if value > most:
+                    fail(field.name, f"an integer of at most {most}", repr(value))
+            if kind == "float" and not ((whole or isinstance(value, float)) and abs(value) <= sys.float_info.max):
+                fail(field.name, "a number", repr(value))
 
     def _check_depth(self) -> None:
         own = 2 if self.sharing.startswith("middle") else 0
@@ -179,7 +183,7 @@ class MoRConfig:
         if shared < recursions or shared % recursions:
             below = max(shared // recursions, 0) * recursions + own
             near = [str(depth) for depth in (below, below + recursions) if depth > own]
-            _fail(
+            fail(
                 "num_hidden_layers",
                 f"a depth that divides into {recursions} recursions with sharing={self.sharing!r}"
                 + (" besides an own first and last layer" if own else "")
@@ -189,15 +193,15 @@ class MoRConfig:
 
     def _check_capacities(self, capacities: tuple[float, ...]) -> None:
         if len(capacities) != self.num_recursions:
-            _fail("capacities", f"{self.num_recursions} numbers, one a recursion", capacities)
+            fail("capacities", f"{self.num_recursions} numbers, one a recursion", capacities)
         for r, capacity in enumerate(capacities):
             if not (isinstance(capacity, (int, float)) and 0 < capacity <= 1):
-                _fail(f"capacities[{r}]", "a number in (0, 1]", capacity)
+                fail(f"capacities[{r}]", "a number in (0, 1]", capacity)
             if r and capacity > capacities[r - 1]:
-                _fail(f"capacities[{r}]", f"at most capacities[{r - 1}] = {capacities[r - 1]}, since a recursion "
+                fail(f"capacities[{r}]", f"at most capacities[{r - 1}] = {capacities[r - 1]}, since a recursion "
                       "chooses among what the one before kept", capacity)  # fmt: skip
         if capacities[0] != 1:
-            _fail("capacities[0]", "1.0, since every token takes the first recursion", capacities[0])
+            fail("capacities[0]", "1.0, since every token takes the first recursion", capacities[0])
 
     @classmethod
     def from_size(cls, size: str, **changes: Any) -> MoRConfig:
@@ -211,7 +215,7 @@ class MoRConfig:
             ValueError: another size, or fields that don't fit.
         """
         if size not in SIZES:
-            _fail("size", "one of " + ", ".join(SIZES), repr(size))
+            fail("size", "one of " + ", ".join(SIZES), repr(size))
         return cls(**{**SIZES[size], **changes})
 
     @classmethod
@@ -219,7 +223,7 @@ class MoRConfig:
         """The inverse of :meth:`to_dict`; ValueError for a name that isn't a field, as for a value out of range."""
         unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
         if unknown:
-            _fail("config", "known fields only", f"also {', '.join(sorted(unknown))}")
+            fail("config", "known fields only", f"also {', '.join(sorted(unknown))}")
         return cls(**fields)
 
     @classmethod
@@ -262,7 +266,7 @@ class MoRConfig:
                 raise ValueError(f"{name}: expected the JSON configuration of a Llama, got: {error}") from None
 
         def refuse(field: str, expected: str, got: object) -> NoReturn:
-            _fail(f"{name}: {field}", expected, got)
+            fail(f"{name}: {field}", expected, got)
 
         if not isinstance(found, dict) or found.get("model_type") != "llama":
             kind = found.get("model_type") if isinstance(found, dict) else type(found).__name__
@@ -304,7 +308,7 @@ class MoRConfig:
         sizes = (*LLAMA_SIZES, "num_key_value_heads", "head_dim")
         for field in sizes:
             if field in changes and changes[field] != dense[field]:
-                _fail(field, f"{dense[field]}, as in {source}", changes[field])
+                fail(field, f"{dense[field]}, as in {source}", changes[field])
         return cls(**{**{field: dense[field] for field in (*sizes, *LLAMA_DEFAULTS, "rope_theta")}, **changes})
 
     @property
@@ -356,7 +360,7 @@ class MoRConfig:
             ValueError: length or kept is out of range.
         """
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            _fail("length", "an integer of at least 1", repr(length))
+            fail("length", "an integer of at least 1", repr(length))
         count = self.num_recursions
         if kept is None:
             kept = self.kept(length) or (length,) * count
@@ -364,7 +368,7 @@ class MoRConfig:
                 kept = [length * (count - r) / count for r in range(count)]
         falling = all(0 <= k <= before for k, before in zip(kept, (length, *kept)))
         if len(kept) != count or not falling:
-            _fail("kept", f"{count} non-increasing numbers from 0 to {length}", kept)
+            fail("kept", f"{count} non-increasing numbers from 0 to {length}", kept)
 
         width, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
 
@@ -399,5 +403,6 @@ class MoRConfig:
         return hidden * (self.hidden_size + outputs)
 
 
-def _fail(name: str, expected: str, got: object) -> NoReturn:
+def fail(name: str, expected: str, got: object) -> NoReturn:
+    """A ValueError about an argument or a field, in the form that all messages have."""
     raise ValueError(f"{name}: expected {expected}, got {str(got)[:1000]}")  # files may say anything

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from ..files import write_atomic
+from ..files import write_atomic, write_json, write_text
 
 MODEL_TYPE = "mor"
-_LOADER = "modeling_mor"
+LOADER = "modeling_mor.py"
 _LOADER_TEXT = '''"""For transformers: AutoModelForCausalLM.from_pretrained(this folder, trust_remote_code=True)."""
 from mor_kernels.hf import MoRConfig, MoRForCausalLM  # noqa: F401  (pip install "mor-kernels[hf]")
 '''
@@ -19,16 +16,14 @@ from mor_kernels.hf import MoRConfig, MoRForCausalLM  # noqa: F401  (pip install
 
 def describe() -> dict:
     """Entries of ``config.json`` beside a model's fields."""
-    classes = {"AutoConfig": f"{_LOADER}.MoRConfig", "AutoModelForCausalLM": f"{_LOADER}.MoRForCausalLM"}
+    module = LOADER.removesuffix(".py")
+    classes = {"AutoConfig": f"{module}.MoRConfig", "AutoModelForCausalLM": f"{module}.MoRForCausalLM"}
     return {"model_type": MODEL_TYPE, "architectures": ["MoRForCausalLM"], "auto_map": classes}
 
 
 def write_loader(folder: str | os.PathLike) -> None:
-    write_atomic(Path(folder) / f"{_LOADER}.py", lambda file: file.write(_LOADER_TEXT.encode()))
-
-
-def _write(content: bytes, file: BinaryIO) -> None:
-    file.write(content)
+    """The module by which transformers finds :mod:`mor_kernels.hf`."""
+    write_text(Path(folder) / LOADER, _LOADER_TEXT)
 
 
 def write_tokenizer(folder: str | os.PathLike, tokenizer: Path, separator: str, separator_id: int, length: int) -> None:
@@ -38,10 +33,10 @@ def write_tokenizer(folder: str | os.PathLike, tokenizer: Path, separator: str, 
     """
     folder = Path(folder)
     write_atomic(folder / "tokenizer.json", lambda file: file.write(tokenizer.read_bytes()))
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator,
-              "model_max_length": length, "model_input_names": ["input_ids", "attention_mask"],
-              "clean_up_tokenization_spaces": False}  # fmt: skip
-    ends = {"bos_token_id": separator_id, "eos_token_id": separator_id, "pad_token_id": separator_id}
-    for name, found in (("tokenizer_config", fields), ("generation_config", ends)):
-        content = (json.dumps(found, indent=1) + "\n").encode()
-        write_atomic(folder / f"{name}.json", partial(_write, content))
+    write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator,
+        "model_max_length": length, "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    })  # fmt: skip
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), separator_id)
+    write_json(folder / "generation_config.json", ends)

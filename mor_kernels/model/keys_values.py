@@ -26,7 +26,7 @@ class KeyValues:
     def __init__(self, strategy: str, hybrid_base: str, before: KeyValues | None) -> None:
         self.strategy, self.hybrid_base, self.first = strategy, hybrid_base, before is None
         self.base: dict[int, tuple[Tensor, Tensor]] = {}  # by slot, what later recursions build on
-        self.given = before.base if before else {}
+        self.given = before.base if before else {}  # what this one builds on
         if before and (strategy == "shared" or hybrid_base == "first"):
             self.base = before.base
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from ..files import read_weights, write_atomic
+from ..files import read_weights, replacing, write_json
 from ..ops._indices import flat_rows
 from ..ops._numeric import activate, bounded, wide
 from ..ops.decode_linear import is_fused
 from .authors import authors_config, authors_to_state
-from .config import MoRConfig, _fail
+from .config import MoRConfig, fail
 from .convert import dense_origins, join, read_dense, separate
 from .hugging_face import describe, write_loader
 from .keys_values import BatchedKeyValues, PackedKeyValues
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
 # depths, losses and metrics, as in MoROutput
 Routing = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 Layout = TypeVar("Layout", BatchedKeyValues, PackedKeyValues)
+Part = TypeVar("Part")
+Mixed = TypeVar("Mixed")
 
 
 class MoROutput(NamedTuple):
@@ -50,6 +50,16 @@ class MoROutput(NamedTuple):
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:
     return sum(terms)  # type: ignore[return-value]  # of at least one
+
+
+def _own(
+    parts: list[list[Part]], slot: int, recursion: int | Tensor, mixed: Callable[[list[Part], Tensor], Mixed]
+) -> Part | Mixed | None:
+    """What a recursion has of its own for a layer's slot, ``mixed`` for tokens at different ones; None if there are no
+    such parts."""
+    if not len(parts):
+        return None
+    return mixed([own[slot] for own in parts], recursion) if isinstance(recursion, Tensor) else parts[recursion][slot]
 
 
 class MoR(nn.Module):
@@ -125,36 +135,30 @@ class MoR(nn.Module):
             attend: attend(slot, project, heads, positions, theta), see layers.py and keys_values.py.
         """
         add: Tensor | None = None
-        layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
-        for slot, index in enumerate(layers):
-            adapter = norms = None
-            if len(self.norms):
-                norms = (
-                    mixed_norms([each[slot] for each in self.norms], recursion)
-                    if isinstance(recursion, Tensor)
-                    else self.norms[recursion][slot]
-                )
-            if len(self.lora):
-                adapter = (
-                    mixed_adapter([adapters[slot] for adapters in self.lora], recursion)
-                    if isinstance(recursion, Tensor)
-                    else self.lora[recursion][slot]
-                )
+        for slot, index in enumerate(self._layers_at(recursion)):
+            adapter = _own(self.lora, slot, recursion, mixed_adapter)
+            norms = _own(self.norms, slot, recursion, mixed_norms)
             x, add = self._layer(index, x, add, positions, functools.partial(attend, slot), adapter, norms)
-        x = x if add is None else x + add
-        return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
+        return self._encoded(x if add is None else x + add, recursion)
 
     def serve(self, x: Tensor, recursion: int | Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """:meth:`block` for tokens (n, D) while decoding: plan.attend as there; or, for few tokens without adapters or
         norms of their own, plan.serve, see Layer.serve in layers.py."""
         if len(self.lora) or len(self.norms) or not is_fused(x):
             return self.block(x, recursion, positions, plan.attend)
-        layers = self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
+        layers = self._layers_at(recursion)
         norms = [self.layers[index].input_layernorm for index in layers[1:]] + [None]
         normed = None
         for slot, (index, norm) in enumerate(zip(layers, norms)):
             attend = functools.partial(plan.serve, slot)
             x, normed = self.layers[index].serve(x, normed, positions, attend, norm)
+        return self._encoded(x, recursion)
+
+    def _layers_at(self, recursion: int | Tensor) -> tuple[int, ...]:
+        return self.config.recursion_layers[recursion if isinstance(recursion, int) else 0]
+
+    def _encoded(self, x: Tensor, recursion: int | Tensor) -> Tensor:
+        """What a recursion put out, times its learned encoding, if there are such."""
         return x if self.recursion_encoding is None else x * self.recursion_encoding[recursion].to(x.dtype)
 
     def serve_first(self, x: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
@@ -314,19 +318,19 @@ class MoR(nn.Module):
         integers = (torch.int64, torch.int32)
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in integers:
             got = getattr(input_ids, "dtype", type(input_ids).__name__)
-            _fail(
+            fail(
                 "input_ids",
                 "int64 or int32 of shape (B, T)",
                 f"{got} of shape {tuple(getattr(input_ids, 'shape', ()))}",
             )
         if input_ids.shape[1] > self.config.max_position_embeddings:
-            _fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
+            fail("input_ids", f"at most {self.config.max_position_embeddings} positions", input_ids.shape[1])
         for name, value in (("targets", targets), ("attention_mask", attention_mask)):
             if value is not None and (not isinstance(value, Tensor) or value.shape != input_ids.shape):
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                _fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
+                fail(name, f"the shape of input_ids, {tuple(input_ids.shape)}", got)
         if targets is not None and targets.dtype != torch.int64:
-            _fail("targets", "int64", targets.dtype)
+            fail("targets", "int64", targets.dtype)
         known = f"ids from 0 to {self.config.vocab_size - 1}, below vocab_size"
         for name, ids, expected in (("input_ids", input_ids, known), ("targets", targets, f"-100 or {known}")):
             # where looking at values waits for nothing
@@ -334,9 +338,9 @@ class MoR(nn.Module):
                 wrong = (ids < 0) | (ids >= self.config.vocab_size)
                 wrong = wrong & (ids != -100) if name == "targets" else wrong
                 if wrong.any():
-                    _fail(name, expected, int(ids[wrong][0]))
+                    fail(name, expected, int(ids[wrong][0]))
         if mode not in ("topk", "threshold"):
-            _fail("mode", "'topk' or 'threshold'", repr(mode))
+            fail("mode", "'topk' or 'threshold'", repr(mode))
         recursions, length = self.config.num_recursions, input_ids.shape[1]
 
         def falling(numbers: Sequence[int], most: int) -> bool:
@@ -347,14 +351,14 @@ class MoR(nn.Module):
 
         if ks is not None:
             if self.config.router != "expert_choice" or mode != "topk":
-                _fail("ks", "none but for expert_choice in mode 'topk'", ks)
+                fail("ks", "none but for expert_choice in mode 'topk'", ks)
             if not (falling(ks, length) and ks[0] == length):
-                _fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
+                fail("ks", f"{recursions} non-increasing numbers, the first {length}", ks)
         if bounds is not None:
             if self.config.router != "token_choice":
-                _fail("bounds", "none but for token_choice", bounds)
+                fail("bounds", "none but for token_choice", bounds)
             if not falling(bounds, input_ids.numel()):
-                _fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
+                fail("bounds", f"{recursions} non-increasing numbers, the first at most {input_ids.numel()}", bounds)
 
     def _key_values(self, kind: type[Layout], before: Layout | None, **layout: Any) -> Layout:
         return kind(self.config.kv, self.config.hybrid_base, before, **layout)
@@ -596,12 +600,9 @@ class MoR(nn.Module):
         os.makedirs(directory, exist_ok=True)
         weights, config = (os.path.join(directory, name) for name in ("model.safetensors", "config.json"))
         state = separate(self.state_dict() if state is None else state, self.config)
-        with contextlib.suppress(FileNotFoundError):  # it may be a link to another file
-            os.unlink(weights + ".tmp")
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights + ".tmp", {"format": "pt"})
-        os.replace(weights + ".tmp", weights)
-        text = json.dumps({**describe(), **self.config.to_dict()}, indent=2)
-        write_atomic(config, lambda file: file.write(text.encode()))
+        with replacing(weights) as aside:
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside, {"format": "pt"})
+        write_json(config, {**describe(), **self.config.to_dict()})
         write_loader(directory)
 
     @classmethod

@@ -12,7 +12,6 @@ Its gain is small here: recursions share their parameters, of which the paper's 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -32,34 +31,22 @@ from ..files import (
     TEMPORARY,
     OtherVersion,
     check_version,
+    file_hash,
     has_form,
     read_json,
     read_tensors,
     read_weights,
     sync,
-    write_atomic,
 )
 from ..model import MoR
-from ..model.hugging_face import describe
-
-__all__ = ["OtherVersion", "file_hash", "incomplete", "latest", "load", "save", "sync", "tidy", "whole", "write_atomic"]
+from ..model.hugging_face import LOADER, describe
 
 _FORMAT = 2  # the first one had no number, and trainer.pt in place of trainer.safetensors
 _FILES = {"config.json", "model.safetensors", "trainer.json", "trainer.safetensors"}
-_LOADER = "modeling_mor.py"  # which a model's folder has for transformers
 _TRAINER = {"step": int, "rng": {"python": list, "numpy": list}, "state": dict,
             "optimizer": {"groups": list, "numbers": dict}}  # fmt: skip
 # What Adam can't do without, where it has begun
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
-
-
-def file_hash(path: str | Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _remove(path: Path) -> None:
@@ -87,7 +74,7 @@ def _check_sizes(path: Path) -> dict[str, str]:
         if absent := _FILES - entries.keys():
             raise ValueError(f"no {', '.join(sorted(absent))}")
         check_version(found, _FORMAT, {"format", "files"}, index)
-        if unknown := sorted(entries.keys() - _FILES - {_LOADER}):  # nor is a file anywhere else than in the folder
+        if unknown := sorted(entries.keys() - _FILES - {LOADER}):  # nor is a file anywhere else than in the folder
             raise ValueError(f"unknown {unknown[0]!r}")
         for name, entry in entries.items():
             if not has_form(entry, {"bytes": int, "sha256": str}):
@@ -328,14 +315,14 @@ def _try_rng(python: Any, numpy: Any, on_cpu: torch.Tensor, on_gpus: list[torch.
         torch.Generator(f"cuda:{device}").set_state(state)
 
 
-def _optimizer_state(path: Path, told: dict[str, Any], tensors: dict[str, torch.Tensor],
+def _optimizer_state(path: Path, saved: dict[str, Any], tensors: dict[str, torch.Tensor],
                      optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # fmt: skip
     """The optimizer's state dict, its tensors whole and still the file's; raises ValueError if it doesn't fit."""
     file, fault = path / "trainer.safetensors", "optimizer state doesn't fit this optimizer"
     groups = [len(group["params"]) for group in optimizer.param_groups]
-    if told["groups"] != groups:
+    if saved["groups"] != groups:
         raise ValueError(f"{path / 'trainer.json'}: {fault}: expected groups of {groups} parameters, got "
-                         f"{str(told['groups'])[:200]}")
+                         f"{str(saved['groups'])[:200]}")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
 
@@ -352,7 +339,7 @@ def _optimizer_state(path: Path, told: dict[str, Any], tensors: dict[str, torch.
             raise ValueError(f"{file}: {fault}: optimizer.{name}: expected a number, or shape {shape}, got "
                              f"{tensor.dtype} of {tuple(tensor.shape)}")
         entry[key] = tensor
-    for index, values in told["numbers"].items():
+    for index, values in saved["numbers"].items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             entry = place(index, key)
             if key in entry or not (value is None or isinstance(value, (bool, int, float, str))):

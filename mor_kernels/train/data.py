@@ -9,221 +9,29 @@ import copy
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from ..files import OtherVersion, check_version, has_form, read_json, told, write_atomic
-from .checkpoint import file_hash
+from ..files import (
+    TEMPORARY,
+    OtherVersion,
+    as_value_error,
+    check_version,
+    file_hash,
+    has_form,
+    read_json,
+    write_atomic,
+    write_json,
+    write_text,
+)
+from .text import Source, documents, load_tokenizer, needed_vocab_size, pieces, separator_id, train_tokenizer
 
-SEPARATOR = "<|endoftext|>"
-_OTHER_SEPARATORS = ("<|end_of_text|>", "</s>", "<eos>")  # in tokenizers that other models brought along
-_PIECE = 1 << 20  # characters encoded as one string
 _BATCH = 1 << 22  # characters encoded together
-_WORD = 2000  # characters in one word, or one gap, that a tokenizer is trained on
-_SUFFIXES = (".txt", ".md", ".jsonl")
-
-Source = str | Path | Sequence[str | Path]
-
-
-# Text
-
-
-def documents(source: Source) -> Iterator[str]:
-    """The documents of a source, one string each, empty ones left out.
-
-    A source is one of, or a list of:
-
-    - a .jsonl file (a document a line, in its field "text"), or any other file of text (a document, or several
-      separated by `<|endoftext|>`), in UTF-8;
-    - a folder, searched recursively for .txt, .md and .jsonl files in the order of their names;
-    - "python-docs": the language reference in English that comes with every Python (about 0.5 MB);
-    - "hf:NAME[:SUBSET][:SPLIT]": a Hugging Face dataset with a column "text", streamed through the package `datasets`
-      (SPLIT is "train" by default; "hf:NAME::SPLIT" names a split without a subset).
-    """
-    if not isinstance(source, (str, Path)):
-        for part in source:
-            yield from documents(part)
-    elif source == "python-docs":
-        from pydoc_data.topics import topics
-
-        yield from topics.values()
-    elif str(source).startswith("hf:"):
-        yield from _hugging_face(str(source))
-    else:
-        yield from _files(Path(source))
-
-
-def _hugging_face(source: str) -> Iterator[str]:
-    name, subset, split, *rest = [*source.removeprefix("hf:").split(":"), "", ""]
-    if not name or any(rest):
-        raise ValueError(f'source: expected "hf:NAME[:SUBSET][:SPLIT]", got "{source}"')
-    try:
-        import datasets
-    except ImportError:
-        how = "pip install mor-kernels[datasets]"
-        raise ImportError(f'source "{source}" needs the package `datasets`: {how}') from None
-    for row in datasets.load_dataset(name, subset or None, split=split or "train", streaming=True):
-        if "text" not in row:
-            raise ValueError(f'source "{source}": expected a column "text", found {sorted(row)}')
-        if row["text"]:
-            yield row["text"]
-
-
-def _files(path: Path) -> Iterator[str]:
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
-        if not files:
-            raise ValueError(f"{path}: expected .txt, .md or .jsonl files, found none")
-    elif not path.exists():
-        raise FileNotFoundError(f'{path}: not found; a source is a file, a folder, "python-docs" or "hf:NAME"')
-    else:
-        files = [path]
-    for file in files:
-        try:
-            with open(file, encoding="utf-8-sig") as lines:
-                yield from _json_lines(file, lines) if file.suffix.lower() == ".jsonl" else _plain_text(lines)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: expected UTF-8 text ({error})") from None
-
-
-def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(f'{file}:{number}: expected a JSON object with a string "text", got {line[:80].strip()}')
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{file}:{number}: expected text, got half a surrogate pair, "
-                             f"\\u{ord(text[error.start]):04x}") from None
-        if text:
-            yield text
-
-
-def _plain_text(lines: Iterable[str]) -> Iterator[str]:
-    document: list[str] = []
-    for line in lines:
-        head, *tails = line.split(SEPARATOR)
-        document.append(head)
-        for tail in tails:
-            if text := "".join(document).strip("\n"):
-                yield text
-            document = [tail]
-    if text := "".join(document).strip("\n"):
-        yield text
-
-
-def _pieces(text: str) -> list[str]:
-    """Cuts a long text where a run of white space begins, which byte-level BPE never puts inside a token."""
-    pieces, start = [], 0
-    while len(text) - start > _PIECE:
-        end = max(text.rfind("\n", start + 1, start + _PIECE), text.rfind(" ", start + 1, start + _PIECE))
-        while end > start and text[end - 1].isspace():
-            end -= 1
-        end = end if end > start else start + _PIECE
-        pieces.append(text[start:end])
-        start = end
-    return [*pieces, text[start:]]
-
-
-def _cut_words(text: str) -> Iterator[str]:
-    """Cuts runs with no white space, or of nothing else: the time to train a BPE grows with their length squared."""
-    start = 0
-    for run in re.finditer(rf"(?<!\S)\S{{{_WORD + 1},}}|(?<!\s)\s{{{_WORD + 1},}}", text):
-        for end in range(run.start() + _WORD, run.end(), _WORD):
-            yield text[start:end]
-            start = end
-    yield text[start:]
-
-
-# Tokenizers
-
-
-def train_tokenizer(source: Source, vocab_size: int = 8192, *, sample_chars: int = 100_000_000) -> Tokenizer:
-    """Trains a byte-level BPE on the first `sample_chars` characters of a source; token 0 is `<|endoftext|>`.
-
-    The vocabulary has at most `vocab_size` tokens, fewer where a small text holds no more pairs to merge.
-    """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size: expected at least 257 (256 bytes and {SEPARATOR}), got {vocab_size}")
-
-    def sample() -> Iterator[str]:
-        left = sample_chars
-        for text in documents(source):
-            for piece in _pieces(text[:left]):
-                yield from _cut_words(piece)
-            left -= len(text)
-            if left <= 0:
-                return
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[SEPARATOR], show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.train_from_iterator(sample(), trainer)
-    return tokenizer
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Opens a tokenizer.json; truncation and padding that it may ask for are switched off."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: not found, expected a tokenizer's file")
-    with told(f"{path}: not a tokenizer.json that the package `tokenizers` can read"):
-        text = path.read_text(encoding="utf-8")
-        json.loads(text, object_hook=_check_merges)
-        tokenizer = Tokenizer.from_str(text)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode("")  # a template of tokens that there aren't makes it panic at any text
-    if not tokenizer.get_vocab_size():
-        raise ValueError(f"{path}: expected a tokenizer with a vocabulary, got one of no tokens")
-    return tokenizer
-
-
-def _check_merges(found: dict[str, Any]) -> dict[str, Any]:
-    """The package cuts a BPE's prefix off the second part of each merge unseen, by bytes: where that is within a
-    character, it takes what is left for a text, and the process aborts."""
-    prefix, merges = found.get("continuing_subword_prefix"), found.get("merges")
-    if prefix and isinstance(prefix, str) and isinstance(merges, list):
-        for merge in merges:
-            second = (merge.split(" ") if isinstance(merge, str) else merge)[-1]
-            second.encode()[len(prefix.encode()) :].decode()
-    return found
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text, without those that a tokenizer would put around it."""
-    with told("tokenizer: expected one that can encode the text, got"):  # as when none is for what it doesn't know
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def separator_id(tokenizer: Tokenizer) -> int:
-    """The token put between documents: `<|endoftext|>`, or the end-of-text token of another model's tokenizer."""
-    for token in (SEPARATOR, *_OTHER_SEPARATORS):
-        if (index := tokenizer.token_to_id(token)) is not None:
-            return index
-    raise ValueError(f"tokenizer: expected a token {SEPARATOR} or one of {', '.join(_OTHER_SEPARATORS)}, found none")
-
-
-def needed_vocab_size(tokenizer: Tokenizer) -> int:
-    """The rows that a model's embedding needs for all of a tokenizer's tokens."""
-    return max(tokenizer.get_vocab().values()) + 1  # not the number of tokens: ids may have gaps
-
-
-# Token shards
 
 
 def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | None = None, vocab_size: int = 8192,
@@ -244,13 +52,12 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
     if (directory / "meta.json").exists():
         raise FileExistsError(f"{directory}: holds prepared tokens already; open them with Tokens(), or remove it")
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in [*directory.glob("tokens-*.npy"), *directory.glob(".tmp-*")]:
+    for leftover in [*directory.glob("tokens-*.npy"), *directory.glob(f"{TEMPORARY}*")]:
         leftover.unlink()
 
     saved = directory / "tokenizer.json"
     if tokenizer is None:
-        text = train_tokenizer(source, vocab_size).to_str()
-        write_atomic(saved, lambda file: file.write(text.encode()))
+        write_text(saved, train_tokenizer(source, vocab_size).to_str())
     else:
         load_tokenizer(tokenizer)
         content = Path(tokenizer).read_bytes()
@@ -289,32 +96,32 @@ def prepare(source: Source, directory: str | Path, *, tokenizer: str | Path | No
             "source": str(source) if isinstance(source, (str, Path)) else [str(part) for part in source],
             "max_tokens": max_tokens,
             "given_tokenizer_sha256": None if tokenizer is None else digest, "shards": shards}
-    write_atomic(directory / "meta.json", lambda file: file.write(json.dumps(meta, indent=1).encode()))
+    write_json(directory / "meta.json", meta)
     return Tokens(directory)
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, separator: int) -> Iterator[np.ndarray]:
-    pieces: list[tuple[str, bool]] = []  # text, whether it ends a document
-    waiting = 0
+    waiting: list[tuple[str, bool]] = []  # pieces of text, and whether each ends a document
+    size = 0  # of them, in characters
 
     def encoded() -> np.ndarray:
         ids: list[int] = []
-        with told("tokenizer: expected one that can encode the source, got"):
-            encodings = tokenizer.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
-        for (_, last), encoding in zip(pieces, encodings):
+        with as_value_error("tokenizer: expected one that can encode the source, got"):
+            encodings = tokenizer.encode_batch([piece for piece, _ in waiting], add_special_tokens=False)
+        for (_, last), encoding in zip(waiting, encodings):
             ids += encoding.ids
             if last:
                 ids.append(separator)
         return np.array(ids, dtype=np.int64)
 
     for text in texts:
-        cut = _pieces(text)
-        pieces += [(piece, False) for piece in cut[:-1]] + [(cut[-1], True)]
-        waiting += len(text)
-        if waiting >= _BATCH:
+        *parts, end = pieces(text)
+        waiting += [*((part, False) for part in parts), (end, True)]
+        size += len(text)
+        if size >= _BATCH:
             yield encoded()
-            pieces, waiting = [], 0
-    if pieces:
+            waiting, size = [], 0
+    if waiting:
         yield encoded()
 
 
@@ -445,9 +252,6 @@ def unigram_entropy(tokens: Tokens) -> float:
         counts += np.bincount(tokens[start:start + (1 << 24)], minlength=tokens.vocab_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-# Batches
 
 
 class Loader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import signal
@@ -12,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,93 +25,14 @@ import torch.distributed.nn
 from tqdm import tqdm
 
 from ..doctor import package_version
-from ..files import has_form, parse_json
+from ..files import has_form, sync
 from ..model import MoR
 from . import checkpoint
+from .config import TrainConfig
 from .data import Loader, Tokens, unigram_entropy
+from .metrics import append, drop_after, plot_curves
 from .passes import Graphs, parameters_in
 from .schedule import cosine, trapezoid
-
-# By the annotation of a setting: how messages call it, and the types that it may have.
-_KINDS: dict[str, tuple[str, type | tuple[type, ...]]]
-_KINDS = {"str": ("a string", str), "int": ("an integer", int), "float": ("a number", (int, float)),
-          "bool": ("true or false", bool), "bool | None": ("true, false or null", (bool, type(None)))}
-
-
-def _is_a(kind: str, value: object) -> bool:
-    return isinstance(value, _KINDS[kind][1]) and ("bool" in kind or not isinstance(value, bool))
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Settings of a run; the model has its own config. Raises ValueError for a setting out of range.
-
-    A step trains on `batch_size * accumulation` sequences (times the number of data-parallel processes). `data` is a
-    folder that `prepare` wrote, whose last `validation` share is held out; `out` receives metrics.jsonl, curves.png
-    and checkpoints/.
-    """
-
-    data: str
-    out: str
-    steps: int = 1000  #: of the optimizer
-    batch_size: int = 8  #: sequences of a micro-step, on each process
-    accumulation: int = 1  #: micro-steps of a step
-    sequence_length: int = 512  #: tokens
-    learning_rate: float = 3e-3  #: the peak
-    schedule: str = "trapezoid"  #: or "cosine"
-    warmup: float = 0.05  #: share of the steps
-    cooldown: float = 0.2  #: share of the steps, trapezoid only
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1  #: on matrices only
-    clip: float = 1.0  #: largest norm of the whole gradient; inf: no limit
-    seed: int = 0  #: order of the training data
-    validation: float = 0.01  #: share of the tokens that is held out, at their end
-    device: str = "auto"  #: CUDA where there is one, else the CPU
-    precision: str = "auto"  #: "float32", or "bfloat16": computed on copies of fp32 weights; auto: bfloat16 on CUDA
-    #: launch a micro-step's forward and backward pass as one CUDA graph; null: on CUDA, but for "fsdp"
-    cuda_graphs: bool | None = None
-    activation_checkpointing: bool = False  #: compute each layer twice and keep its input only: less memory, more time
-    parallel: str = "ddp"  #: under torchrun: each process has the whole model, or with "fsdp" a part of it
-    log_every: int = 10  #: steps; a line has the means of so many
-    eval_every: int = 100  #: steps; 0: never
-    eval_batches: int = 8  #: of `batch_size` held-out sequences on each process, or as many as there are
-    checkpoint_every: int = 100  #: steps
-    keep: int = 3  #: checkpoints left on disk
-    resume: bool = True  #: go on from the latest checkpoint in `out`, if there is one
-    progress: bool = True  #: show a progress bar
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            if field.name != "betas" and not _is_a(kind, value):
-                raise ValueError(f"{field.name}: expected {_KINDS[kind][0]}, got {value!r}")
-        for name in ("steps", "batch_size", "accumulation", "sequence_length", "log_every", "eval_batches",
-                     "checkpoint_every", "keep"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        for name in ("eval_every", "seed"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
-        # Written so that NaN fails. No clipping is clip=inf.
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate: expected a finite number above 0, got {self.learning_rate}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay: expected a finite number of at least 0, got {self.weight_decay}")
-        if not self.clip > 0:
-            raise ValueError(f"clip: expected a number above 0, got {self.clip}")
-        if not 0 < self.validation < 1:
-            raise ValueError(f"validation: expected a share in (0, 1), got {self.validation}")
-        betas = self.betas
-        if not (isinstance(betas, (tuple, list)) and len(betas) == 2
-                and all(_is_a("float", beta) and 0 <= beta < 1 for beta in betas)):
-            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
-        for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("auto", "float32", "bfloat16")),
-                              ("parallel", ("ddp", "fsdp"))):
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
-        if not (self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1):
-            raise ValueError("warmup, cooldown: expected shares that sum to at most 1, got "
-                             f"{self.warmup}, {self.cooldown}")
 
 
 def train(model: MoR, config: TrainConfig) -> Trainer:
@@ -126,6 +46,18 @@ def train(model: MoR, config: TrainConfig) -> Trainer:
         trainer = Trainer(model, config)
         trainer.run()
         return trainer
+
+
+def find_device(name: str) -> str:
+    """The device that ``name`` stands for: "auto" is CUDA where there is one. A ValueError if it isn't there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device: expected auto, cpu or a device of this machine, got {name!r}: {reason}") from None
+    return name
 
 
 @contextmanager
@@ -161,29 +93,77 @@ class Trainer:
         if config.parallel == "fsdp" and self.world_size == 1:
             raise ValueError('parallel: expected "ddp" for a single process, got "fsdp", which divides the model among '
                              "those that torchrun starts")
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-        self.device = torch.device(device)
+        self.device = torch.device(find_device(config.device))
         self.bf16 = config.precision == "bfloat16" or config.precision == "auto" and self.device.type == "cuda"
         self.model = model.to(self.device)
         self.model.activation_checkpointing = config.activation_checkpointing
-        on_gpu, fsdp = self.device.type == "cuda", config.parallel == "fsdp"
-        if config.cuda_graphs and not on_gpu:
-            raise ValueError("cuda_graphs: expected false without a GPU, got true")
-        if config.cuda_graphs and fsdp:
-            raise ValueError('cuda_graphs: expected false with parallel "fsdp", whose gathering and reducing can\'t be '
-                             "part of a graph, got true")
-        self.graphs = None
-        if config.cuda_graphs or config.cuda_graphs is None and on_gpu and not fsdp:
-            self.graphs = Graphs(self.model.parameters(), self._forward_backward)
+        self.graphs = self._new_graphs()
         self.out = Path(config.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.metrics, self.checkpoints = self.out / "metrics.jsonl", self.out / "checkpoints"
-
-        if config.sequence_length > model.config.max_position_embeddings:
-            raise ValueError(f"sequence_length: expected at most the model's max_position_embeddings "
-                             f"{model.config.max_position_embeddings}, got {config.sequence_length}")
         tokens = Tokens(config.data)
-        tokens.check_vocab(model.config.vocab_size)
+        part = self._load(tokens)
+        self.shards = None
+        if self.world_size > 1:
+            from . import parallel  # only where it's needed: importing FSDP takes a second
+
+            parallel.share(self.model)
+            if config.parallel == "fsdp":
+                self.shards = parallel.Shards(self.model, self.device, self.bf16)
+        self.parameters, self.optimizer = self._new_optimizer()
+
+        self.step = 0
+        self.interrupted = False
+        self.names: list[str] = []  # of the columns of `window`
+        self.window: list[torch.Tensor] = []  # one row a step since the last log line, on the device
+        self.depths = torch.zeros(model.config.num_recursions + 1, dtype=torch.int64, device=self.device)
+        # The same of this process alone, since the last time that the processes shared it.
+        self.own_window: list[torch.Tensor] = []
+        self.own_depths = torch.zeros_like(self.depths)
+        # What has to be the same for a resumed run to see the same data.
+        self.data: dict[str, Any] = {
+            "tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
+            "sequence_length": config.sequence_length,
+            "sequences per step": config.batch_size * config.accumulation * self.world_size,
+        }  # fmt: skip
+        path, incomplete = self._latest()
+        if path:
+            self._resume(path)
+        if self.rank == 0:
+            for folder, fault in incomplete.items():
+                assert path is not None  # else _latest has raised
+                warnings.warn(f"{folder}: not a complete checkpoint, going on from {path.name}: {fault}", stacklevel=2)
+            tokens.verify()
+        if not path:
+            self.unigram_entropy = unigram_entropy(part)
+        if self.rank == 0:
+            checkpoint.tidy(self.checkpoints, config.keep)
+            drop_after(self.metrics, self.step)
+            if not self.metrics.stat().st_size:
+                gpu = self.device.type == "cuda"
+                self._write({"step": 0, "unigram_entropy": self.unigram_entropy, "training_tokens": len(part),
+                             "parameters": sum(p.numel() for p in model.parameters()),
+                             "device": torch.cuda.get_device_name(self.device) if gpu else "CPU",
+                             "torch": str(torch.__version__), "triton": package_version("triton")})
+
+    def _new_graphs(self) -> Graphs | None:
+        wanted, on_gpu, fsdp = self.config.cuda_graphs, self.device.type == "cuda", self.config.parallel == "fsdp"
+        if wanted and not on_gpu:
+            raise ValueError("cuda_graphs: expected false without a GPU, got true")
+        if wanted and fsdp:
+            raise ValueError('cuda_graphs: expected false with parallel "fsdp", whose gathering and reducing can\'t be '
+                             "part of a graph, got true")
+        if wanted or wanted is None and on_gpu and not fsdp:
+            return Graphs(self.model.parameters(), self._forward_backward)
+        return None
+
+    def _load(self, tokens: Tokens) -> Tokens:
+        """Makes the loaders; returns the share of the tokens that is trained on."""
+        config, longest = self.config, self.model.config.max_position_embeddings
+        if config.sequence_length > longest:
+            raise ValueError(f"sequence_length: expected at most the model's max_position_embeddings {longest}, got "
+                             f"{config.sequence_length}")
+        tokens.check_vocab(self.model.config.vocab_size)
         part, held_out = tokens.split(config.validation)
         place = {"rank": self.rank, "world_size": self.world_size}
         if config.eval_every:
@@ -203,64 +183,31 @@ class Trainer:
             self.eval_batches = max(1, min(config.eval_batches, whole))
         self.loader = Loader(part, config.sequence_length, config.batch_size, accumulation=config.accumulation,
                              seed=config.seed, **place)
+        return part
 
-        self.shards = None
-        if self.world_size > 1:
-            from . import parallel  # only where it's needed: importing FSDP takes a second
-
-            parallel.share(self.model)
-            if fsdp:
-                self.shards = parallel.Shards(self.model, self.device, self.bf16)
+    def _new_optimizer(self) -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
+        """The parameters, in the order in which it has them, and AdamW."""
         matrices: list[torch.nn.Parameter] = []
         others: list[torch.nn.Parameter] = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             # The recursion encoding is a table of elementwise gains, not a matrix that multiplies.
             decays = parameter.ndim >= 2 and name != "recursion_encoding"
             (matrices if decays else others).append(parameter)
-        self.parameters = [*matrices, *others]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas,
-                                           fused=self.device.type == "cuda")
+        groups = [{"params": matrices, "weight_decay": self.config.weight_decay},
+                  {"params": others, "weight_decay": 0.0}]
+        return [*matrices, *others], torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=self.config.betas,
+                                                       fused=self.device.type == "cuda")
 
-        self.step = 0
-        self.interrupted = False
-        self.names: list[str] = []  # of the columns of `window`
-        self.window: list[torch.Tensor] = []  # one row a step since the last log line, on the device
-        self.depths = torch.zeros(model.config.num_recursions + 1, dtype=torch.int64, device=self.device)
-        # The same of this process alone, since the last time that the processes shared it.
-        self.own_window: list[torch.Tensor] = []
-        self.own_depths = torch.zeros_like(self.depths)
-        # What has to be the same for a resumed run to see the same data.
-        self.data: dict[str, Any] = {
-            "tokens": tokens.fingerprint, "seed": config.seed, "validation": config.validation,
-            "sequence_length": config.sequence_length,
-            "sequences per step": config.batch_size * config.accumulation * self.world_size,
-        }  # fmt: skip
+    def _latest(self) -> tuple[Path | None, dict[Path, str]]:
+        """The checkpoint to go on from, the same for all processes, and what is wrong with those passed over."""
         path, incomplete = checkpoint.latest(self.checkpoints), checkpoint.incomplete(self.checkpoints)
-        if path and not config.resume:
+        if path and not self.config.resume:
             raise FileExistsError(f"{path}: a checkpoint of another run; set resume, or choose another `out`")
         if incomplete and not path:
             raise ValueError(f"{self.checkpoints}: expected a complete checkpoint to go on from, found none; remove it "
                              f"to start anew. {'; '.join(incomplete.values())}")
         self._agree_on(path)
-        if path:
-            self._resume(path)
-        if self.rank == 0:
-            for folder, fault in incomplete.items():
-                assert path is not None  # else it has raised
-                warnings.warn(f"{folder}: not a complete checkpoint, going on from {path.name}: {fault}", stacklevel=2)
-            tokens.verify()
-        if not path:
-            self.unigram_entropy = unigram_entropy(part)
-        if self.rank == 0:
-            checkpoint.tidy(self.checkpoints, config.keep)
-            _drop_after(self.metrics, self.step)
-            if not self.metrics.stat().st_size:
-                gpu = self.device.type == "cuda"
-                self._write({"step": 0, "unigram_entropy": self.unigram_entropy, "training_tokens": len(part),
-                             "parameters": sum(p.numel() for p in model.parameters()),
-                             "device": torch.cuda.get_device_name(self.device) if gpu else "CPU",
-                             "torch": str(torch.__version__), "triton": package_version("triton")})
+        return path, incomplete
 
     def run(self) -> None:
         """Trains until `config.steps`, or until SIGINT or SIGTERM: then the step is finished, saved, and the run ends.
@@ -460,7 +407,7 @@ class Trainer:
         if not finite:
             raise FloatingPointError(f"weights are not finite after step {self.step}, so no checkpoint was written")
         if self.rank == 0:
-            checkpoint.sync(self.metrics)
+            sync(self.metrics)
         state = {"config": asdict(self.config), "data": self.data, "unigram_entropy": self.unigram_entropy,
                  "names": self.names}
         window = torch.stack(self.window) if self.window else torch.empty(0, len(self.names), device=self.device)
@@ -510,8 +457,7 @@ class Trainer:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.rank == 0:
-            with open(self.metrics, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(self.metrics, line)
 
     def _plot(self) -> None:
         if self.rank == 0:
@@ -545,64 +491,3 @@ def _signals() -> Iterator[list[int]]:
         yield received
     finally:
         restore()
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    if not path.is_file():
-        return lines
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = parse_json(text)
-            except ValueError:  # a line that a crash cut short
-                continue
-            if isinstance(line, dict) and "step" in line and all(_is_metric(*item) for item in line.items()):
-                lines.append(line)
-    return lines
-
-
-def _is_metric(name: str, value: object) -> bool:
-    """Whether it is what `Trainer` writes by this name."""
-    if name == "step":
-        return type(value) is int and 0 <= value < 1 << 53
-    if name in ("device", "torch", "triton"):
-        return value is None or isinstance(value, str)
-    if name == "kept" or "depth_mix" in name:
-        return isinstance(value, list) and all(_is_a("float", number) for number in value)
-    return _is_a("float", value)
-
-
-def _drop_after(path: Path, step: int) -> None:
-    kept = [json.dumps(line) + "\n" for line in _read_metrics(path) if line["step"] <= step]
-    checkpoint.write_atomic(path, lambda file: file.write("".join(kept).encode()))
-
-
-def plot_curves(metrics: str | Path, image: str | Path) -> None:
-    """Draws losses, depth mix and learning rate of a metrics.jsonl into a PNG. Needs matplotlib."""
-    from matplotlib.figure import Figure  # not pyplot: draws with Agg, whatever the display
-
-    lines = _read_metrics(Path(metrics))
-    logged = [line for line in lines if {"loss", "depth_mix", "learning_rate"} <= line.keys()]
-    steps = [line["step"] for line in logged]
-    figure = Figure(figsize=(8, 9), layout="constrained")
-    loss, depth, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
-    for name, label, marker in (("lm", "training", ""), ("validation_loss", "validation", "."),
-                                ("validation_loss_topk", "validation, top-k (looks ahead)", ".")):  # fmt: skip
-        points = [(line["step"], line[name]) for line in lines if name in line]
-        if points:
-            loss.plot(*zip(*points), label=label, marker=marker)
-    for line in lines:
-        if "unigram_entropy" in line:
-            loss.axhline(line["unigram_entropy"], color="grey", linestyle=":", label="unigram entropy")
-    loss.set_ylabel("loss (nats)")
-    loss.legend()
-    if logged:
-        shares = list(zip(*(line["depth_mix"] for line in logged)))
-        depth.stackplot(steps, *shares, labels=[f"depth {r + 1}" for r in range(len(shares))])
-        depth.legend(loc="lower right")
-        rate.plot(steps, [line["learning_rate"] for line in logged])
-    depth.set_ylabel("share of tokens")
-    rate.set_ylabel("learning rate")
-    rate.set_xlabel("step")
-    checkpoint.write_atomic(image, lambda file: figure.savefig(file, format="png", dpi=120))

@@ -8,7 +8,8 @@ import math
 def trapezoid(step: int, steps: int, peak: float, *, warmup: float = 0.05, cooldown: float = 0.2) -> float:
     """Rate of optimizer step `step` (from 0) of `steps`: linear warm-up, plateau at `peak`, linear cool-down.
 
-    `warmup` and `cooldown` are shares of `steps`. The paper's equation has a rate of exactly 0 at step 0; here the
+    `warmup` and `cooldown` are shares of `steps` (paper, appendix "Expanded Results of IsoFLOP Analysis"; it takes the
+    warm-up as a share of its smallest budget's steps). The paper's equation has a rate of exactly 0 at step 0; here the
     warm-up is shifted by one step, so that no step is wasted and the last warm-up step reaches the peak. A checkpoint
     from the plateau can be resumed with another `steps`, as the paper does for its compute budgets.
     """

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from bench import training_runs
-from mor_kernels.__main__ import _read_config
 from mor_kernels.model import MoRConfig
+from mor_kernels.train.command import read_config
 
 SMALL = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 4, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 2}  # fmt: skip
@@ -24,7 +24,7 @@ def test_plans_are_up_to_date():
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_plans_take_equal_operations(path):
     """Counted anew from what the files say: sequences, each with the operations of its length."""
-    assert _read_config(path).keys() <= {"model", "train", "init"}  # no path of this machine
+    assert read_config(path).keys() <= {"model", "train", "init"}  # no path of this machine
     vanilla = training_runs.plan(training_runs.PLANS / "vanilla.json")
     totals = []
     for config, train in (vanilla, training_runs.plan(path)):

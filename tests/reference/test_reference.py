@@ -321,6 +321,7 @@ def test_router_bias_update():
 def test_metrics():
     kept = torch.tensor([[True, False, False, True], [False, False, True, True]])
     assert ops.dead_token_ratio(kept) == 0.25
+    assert ops.dead_token_ratio(kept, torch.tensor([[True, True, False, True], [True, False, False, True]])) == 1 / 3
     assert ops.sampling_accuracy(kept[0], kept[1]) == 0.5
     assert ops.sampling_accuracy(kept[0], kept[1], torch.tensor([True, True, False, True])) == pytest.approx(2 / 3)
     assert ops.max_vio(torch.tensor([6, 2, 4])) == 0.5
@@ -512,8 +513,8 @@ def test_recursion_encoding_multiplies_each_output():
 
 def test_nan_logits_are_never_kept():
     """The last router gives NaN for everything, so the third recursion takes nothing."""
-    for mode in ("topk", "threshold"):
-        reference = identity_model(EXPERT, [[[1.0, 0.0]], [[1.0, 0.0]], [[NAN, 0.0]]])
+    for mode, rank in (("topk", "logit"), ("topk", "score"), ("threshold", "logit")):
+        reference = identity_model(EXPERT, [[[1.0, 0.0]], [[1.0, 0.0]], [[NAN, 0.0]]], rank=rank)
         result = final_state(reference, [[0, 0, 0]], mode)
         assert result.routing[2] == [[]] and result.logits.isfinite().all()
 

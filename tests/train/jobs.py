@@ -36,7 +36,7 @@ from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.convert import separate
 from mor_kernels.train import Loader, Tokens, TrainConfig, Trainer, latest, loop, prepare, train
 from mor_kernels.train import data as data_module
-from mor_kernels.train.data import documents
+from mor_kernels.train.text import documents
 
 count, kill_at, watched = 0, -1, ""
 

@@ -14,8 +14,9 @@ import torch
 
 from mor_kernels.train import Loader, Tokens, load_tokenizer, prepare, train_tokenizer, unigram_entropy
 from mor_kernels.train import data as data_module
+from mor_kernels.train import text as text_module
 from mor_kernels.train.checkpoint import file_hash
-from mor_kernels.train.data import documents
+from mor_kernels.train.text import documents
 
 # Sources
 
@@ -153,22 +154,22 @@ def test_text_without_gaps_trains_in_linear_time(tmp_path, letters):
 
 
 def test_only_long_runs_are_cut(monkeypatch):
-    monkeypatch.setattr(data_module, "_WORD", 5)
+    monkeypatch.setattr(text_module, "_WORD", 5)
     for text, pieces in (("abcde fghij\n", ["abcde fghij\n"]),
                          ("ab cdefghijklmnopq r", ["ab cdefg", "hijkl", "mnopq r"]),
                          ("a       b", ["a     ", "  b"]), ("", [""])):
-        assert list(data_module._cut_words(text)) == pieces
+        assert list(text_module._cut_words(text)) == pieces
 
 
 def test_long_documents_are_cut_where_it_does_not_show(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_module, "_PIECE", 101)
+    monkeypatch.setattr(text_module, "_PIECE", 101)
     text = "\n".join(f"Line {i}  of a  text\n\n   with   gaps." for i in range(60))
-    pieces = data_module._pieces(text)
+    pieces = text_module.pieces(text)
     assert "".join(pieces) == text and len(pieces) > 10 and max(map(len, pieces)) <= 101
     tokenizer = train_tokenizer("python-docs", 400, sample_chars=20_000)
     cut = [token for piece in pieces for token in tokenizer.encode(piece).ids]
     assert cut == tokenizer.encode(text).ids
-    assert data_module._pieces("x" * 250) == ["x" * 101, "x" * 101, "x" * 48]
+    assert text_module.pieces("x" * 250) == ["x" * 101, "x" * 101, "x" * 48]
 
 
 def test_given_tokenizer(tmp_path):

@@ -20,14 +20,25 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import SMALL, TOKEN
 
-from mor_kernels.__main__ import _read_config, main
+from mor_kernels.__main__ import main
 from mor_kernels.evaluate import encode_pair, read_task
+from mor_kernels.files import file_hash
 from mor_kernels.model import MoR, MoRConfig
 from mor_kernels.model.authors import authors_config, is_authors
 from mor_kernels.model.convert import CONVERT, separate
-from mor_kernels.train import Tokens, checkpoint, load_tokenizer, plot_curves, prepare, train_tokenizer
-from mor_kernels.train.data import documents
-from mor_kernels.train.loop import TrainConfig, Trainer, _read_metrics
+from mor_kernels.train import (
+    Tokens,
+    TrainConfig,
+    Trainer,
+    checkpoint,
+    load_tokenizer,
+    plot_curves,
+    prepare,
+    train_tokenizer,
+)
+from mor_kernels.train.command import read_config
+from mor_kernels.train.metrics import read_metrics
+from mor_kernels.train.text import documents
 
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": True,
          **{name: size for name, size in SMALL.items() if name != "num_recursions"}}  # fmt: skip
@@ -91,9 +102,9 @@ def sealed(folder):
             entries = found[key].items() if index == "checkpoint.json" else [(s["file"], s) for s in found[key]]
             for name, entry in entries:
                 file = folder / name
-                entry |= {"bytes": file.stat().st_size, "sha256": checkpoint.file_hash(file)}
+                entry |= {"bytes": file.stat().st_size, "sha256": file_hash(file)}
             if "tokenizer_sha256" in found:
-                found["tokenizer_sha256"] = checkpoint.file_hash(folder / "tokenizer.json")
+                found["tokenizer_sha256"] = file_hash(folder / "tokenizer.json")
             write(folder / index, found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # the index itself is what was changed
@@ -149,7 +160,7 @@ def load_tokenizer_and_encode(path):
 
 
 def load_config(path):
-    found = _read_config(path)
+    found = read_config(path)
     MoRConfig(**found.get("model", {}))
     TrainConfig(data="", out="", **found.get("train", {}))
 
@@ -168,7 +179,7 @@ LOADERS = {
        for name in ("meta.json", "tokens-00000.npy", "tokenizer.json")},
     "tokenizer.json": lambda f: load_tokenizer_and_encode(f / "tokenizer.json"),
     "run.json": lambda f: load_config(f / "run.json"),
-    "metrics.jsonl": lambda f: _read_metrics(f / "metrics.jsonl"),
+    "metrics.jsonl": lambda f: read_metrics(f / "metrics.jsonl"),
     "text.jsonl": lambda f: list(documents(f / "text.jsonl")),
     "task.jsonl": lambda f: read_task(f / "task.jsonl"),
     "task.jsonl.gz": lambda f: read_task(f / "task.jsonl.gz"),
@@ -411,7 +422,7 @@ def test_links_are_replaced_not_written_through(folder):
     mine = folder / "mine"
     mine.write_text("mine")
     model = MoR.from_pretrained(folder / "model")
-    for name in ("config.json", ".tmp-config.json", "model.safetensors.tmp", "modeling_mor.py"):
+    for name in ("config.json", ".tmp-config.json", ".tmp-model.safetensors", "modeling_mor.py"):
         (folder / "model" / name).unlink(missing_ok=True)
         (folder / "model" / name).symlink_to(mine)
     model.save_pretrained(folder / "model")
