@@ -63,13 +63,14 @@ def strict():
     if __debug__ or __doc__ is not None:
         raise RuntimeError("expected -OO")
     import mor_kernels.__main__
-    from mor_kernels import doctor, ops
+    import mor_kernels.train.command
+    from mor_kernels import commands, doctor, ops
     from mor_kernels.decode import Engine
     from mor_kernels.model import MoR, MoRConfig
     from mor_kernels.ops import _dispatch
     from tests.train.tiny import EXPERT, SMALL
 
-    mor_kernels.__main__  # noqa: B018
+    mor_kernels.__main__, mor_kernels.train.command, commands  # noqa: B018
     doctor.report()
     x, index = torch.ones(3, 4), torch.tensor([1, -1])
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
