@@ -66,6 +66,8 @@ def test_help_has_every_setting_with_its_default_and_what_else_it_can_be(capsys)
 
 
 def test_the_same_command_goes_on(run, text, tmp_path, capsys):
+    """In a process, on a GPU, whose graphs had no workspace for cuBLAS and now have one: the fixture comes before
+    deterministic mode, see mor_kernels.graphs."""
     out = tmp_path / "run"
     shutil.copytree(run, out)
     arguments = ["train", str(out), "--source", str(text), "--model", *MODEL, "router=token_choice", "--train", *TRAIN]

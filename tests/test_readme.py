@@ -76,7 +76,7 @@ def test_docstrings_tell_arguments_and_errors(name):
 
 
 def test_every_fault_has_a_test_that_exists():
-    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    text, _, _ = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").partition("\n## Campaigns")
     rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith(("| fault", "| ---"))]
     assert rows
     there: dict[str, set[str]] = {}

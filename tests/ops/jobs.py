@@ -120,37 +120,6 @@ def first_in_a_capture():
             test_process.assert_equal(captured, want, name)
 
 
-def products_after_graphs():
-    """On the stream of graphs, whose products had no workspace for cuBLAS: the same with one, in the backward pass too.
-    What PyTorch lends a thread for a stream it lends it for good, so this takes a process of its own."""
-    from mor_kernels.graphs import side_stream
-    from mor_kernels.train.passes import Graphs
-
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    device = torch.device("cuda", torch.cuda.current_device())
-    x, weight = (torch.randn(2048, 2048, device=device, requires_grad=True) for _ in range(2))
-    found = []
-
-    def forward_backward(_, scale):
-        product = (x * scale).bfloat16() @ weight.bfloat16()
-        product.float().square().sum().backward()
-        return []
-
-    def keep():
-        torch.cuda.synchronize()
-        found.append([x.grad.clone(), weight.grad.clone()])
-        x.grad = weight.grad = None
-
-    one = torch.ones((), device=device)
-    Graphs([x, weight], forward_backward)(None, one)
-    keep()
-    with torch.cuda.stream(side_stream(device)):
-        forward_backward(None, one)
-    keep()
-    for a, b in zip(*found, strict=True):  # sums of 2,048 products of bf16, in any order, rounded once
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-8 * b.abs().max().item())
-
-
 def fork_with_cuda():
     """In a child whose parent has used CUDA nothing hangs or dies: PyTorch's error, and a report."""
     from mor_kernels import doctor, ops
