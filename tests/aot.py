@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import importlib
 import io
 import multiprocessing
@@ -447,6 +448,7 @@ def kernel_modules(names: Iterable[str]) -> list[ModuleType]:
 
 def gate(arch: int) -> tuple[list[Build], set[str]]:
     """The scenarios on one architecture: the builds and what is wrong."""
+    gc.disable()  # of what is kept there is little garbage, and looking for it takes a twentieth of the time
     calls = [(call.func.__name__, partial(differentiate, call)) for call in scenarios()]
     names = ["triton", "_triton"]
     if arch == 90 and tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6):

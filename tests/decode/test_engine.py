@@ -111,7 +111,7 @@ def test_interleaved_chunked_and_preempted_requests_equal_each_alone(fields):
 def test_tokens_wait_where_few_places_are_left_at_the_ends(fields):
     """One token a tick passes the last layer."""
     model, _ = tiny(1, **fields)
-    prompts, params = requests((3, 9, 1, 5, 4), (10, 4, 12, 6, 9), None)
+    prompts, params = requests((3, 9, 1, 5, 4), (6, 3, 7, 4, 5), None)
     alone = []
     for prompt, chosen in zip(prompts, params):
         alone += poisoned(model, max_sequences=1).generate([prompt], chosen)

@@ -238,7 +238,7 @@ def test_autocast_trains(fields, kv):
 @STRATEGIES
 def test_compiles_whole_and_routes_anew_without_recompiling(fields, kv):
     torch._dynamo.reset()
-    model, _, _ = pair({**fields, **kv, "num_hidden_layers": 5})
+    model, _, _ = pair({**fields, **kv, "num_recursions": 2, "num_hidden_layers": 4})
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for seed in (1, 2):
         x = tokens(seed=seed)
